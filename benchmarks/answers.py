@@ -28,12 +28,13 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-from fleets import Engines, idle, real_engines, router
+from fleets import Engines, idle, merged, real_engines, router, shares_of
+from measure import note
 
 from classifier import PromptClass
 from router.policy.losses import Z95, losses
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
     from router.policy.profiles import QualityProfile
 
-LIKE = {"policy": {"loss_budget": {"like": "balanced"}}}
+LIKE: dict[str, dict[str, Any]] = {"policy": {"loss_budget": {"like": "balanced"}}}
 FIXED = {f"all {tier}": tier for tier in reversed(STANDARD_TIERS)}
 ROUND_ROBIN, TOKENS, ANSWERS = "round robin", "auto, counting tokens", "auto, counting answers"
 LOAD, CALLERS, SATURATING_S = 0.8, 8, 25.0
@@ -108,10 +109,7 @@ def main() -> None:
         with router(folder / "measuring", engines) as running:
             note(running.run("profile", "latency"))
             profile = asyncio.run(profiled(running, measured))
-        settings: dict[str, dict[str, Any]] = {
-            **LIKE,
-            "policy": {**LIKE["policy"], "profiles": str(folder / "measuring/profiles")},
-        }
+        settings = merged(LIKE, {"policy": {"profiles": str(folder / "measuring/profiles")}})
         ours = routers.enter_context(router(folder / "ours", engines, settings))
         ways = [Way(way, ours.url, [tier]) for way, tier in FIXED.items()]
         ways += [Way(ROUND_ROBIN, ours.url, STANDARD_TIERS)]
@@ -122,11 +120,6 @@ def main() -> None:
             ways.append(Way(TOKENS, theirs.url, ["auto"]))
         ways.append(Way(ANSWERS, ours.url, ["auto"]))
         asyncio.run(compare(engines, ways, held_out, profile, options.rounds))
-
-
-def note(text: str) -> None:
-    """Show progress on standard error."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def halves(engines: Engines, limit: int | None) -> tuple[list[Task], list[Task]]:
@@ -156,8 +149,9 @@ async def compare(
     ) as session:
         fixed = {way.name: await one_by_one(session, engines, way, tasks) for way in ways if way.name in FIXED}
         known = [task for task in tasks if any(seen.right(task.digest) for seen in fixed.values())]
+        kinds = [count for count in profile.of(TierName.FAST) if count.answered]
         print(
-            f"# {len(profile_tasks(profile))} kinds measured on {sum(c.asked for c in profile.of(TierName.FAST))} tasks; "
+            f"# {len(kinds)} kinds measured on {sum(count.asked for count in kinds)} tasks; "
             f"{len(tasks)} held out, {len(known)} of them answered right by a precision when asked alone"
         )
         correlations(fixed, tasks, profile)
@@ -173,11 +167,6 @@ async def compare(
         table(f"{LOAD:g} of saturation ({full:.2f} requests/s)", loaded, known)
 
 
-def profile_tasks(profile: QualityProfile) -> set[tuple[str, str]]:
-    """Return the kinds of prompts that a profile knows."""
-    return {(count.prompt_class, count.complexity) for count in profile.counts if count.answered}
-
-
 async def one_by_one(session: aiohttp.ClientSession, engines: Engines, way: Way, tasks: Sequence[Task]) -> Seen:
     """Ask tasks one after another, and attribute the engines' CPU time to each."""
     note(f"{way.name}: {len(tasks)} tasks, one at a time")
@@ -187,7 +176,7 @@ async def one_by_one(session: aiohttp.ClientSession, engines: Engines, way: Way,
         before = busy_s(engines)
         answer = await ask(session, way, number, task)
         took = busy_s(engines) - before
-        answers[task.digest] = [Answer(answer.task, answer.tier, answer.right, answer.ttft_ms, answer.tpot_ms, took)]
+        answers[task.digest] = [replace(answer, engine_s=took)]
     return Seen(answers, busy_s(engines) - spent, 0.0)
 
 
@@ -231,7 +220,7 @@ async def at_rate(
     for answer in await asyncio.gather(*(one(number, task) for number, task in enumerate(tasks))):
         answers.setdefault(answer.task, []).append(answer)
     took = time.monotonic() - began
-    await asyncio.to_thread(lambda: asyncio.run(idle(way.url)))
+    await idle(way.url)
     return Seen(answers, busy_s(engines) - before, took)
 
 
@@ -326,7 +315,7 @@ def table(title: str, seen: Mapping[str, Seen], tasks: Sequence[Task]) -> None:
         answers = [answer for each in own.answers.values() for answer in each]
         gaps = [precise.right(task.digest) - own.right(task.digest) for task in tasks]
         good = sum(a.right and a.ttft_ms <= TTFT_MS and a.tpot_ms <= TPOT_MS for a in answers)
-        shares = "/".join(f"{100 * share:.0f}" for share in tier_shares(answers))
+        shares = shares_of(answer.tier for answer in answers)
         values = (
             f"{100 * statistics.fmean(own.right(task.digest) for task in tasks):.1f}",
             f"{100 * sum(gap for gap in gaps if gap > 0) / len(gaps):.1f}",
@@ -344,12 +333,6 @@ def table(title: str, seen: Mapping[str, Seen], tasks: Sequence[Task]) -> None:
             gaps = [own.right(task.digest) - ours.right(task.digest) for task in tasks]
             print(f"# {ANSWERS} loses {told(gaps)} of 100 answers against {name}")
     sys.stdout.flush()
-
-
-def tier_shares(answers: Sequence[Answer]) -> list[float]:
-    """Return the share of the answers that each tier gave."""
-    given = [answer.tier for answer in answers if answer.tier is not None]
-    return [given.count(tier) / max(len(given), 1) for tier in STANDARD_TIERS]
 
 
 def told(gaps: Iterable[float]) -> str:

@@ -25,10 +25,10 @@ from router.settings import load_settings
 from tiers.checkpoints.prepare import finished
 from tiers.lifecycle.command import engine_argv, engine_environment
 from tiers.plan import machine_name
-from tiers.spec import TierName
+from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from recording import Summary
@@ -329,3 +329,9 @@ def beside(seen: Summary, simulated: Summary) -> str:
             pair("in time", seen.met, simulated.met, 3),
         )
     )
+
+
+def shares_of(tiers: Iterable[TierName | None]) -> str:
+    """Return the percentage of answers that each tier gave, as ``fast/balanced/precise``."""
+    given = [tier for tier in tiers if tier is not None]
+    return "/".join(f"{100 * given.count(tier) / max(len(given), 1):.0f}" for tier in STANDARD_TIERS)

@@ -20,12 +20,22 @@ import random
 import statistics
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleets import NOTHING, Engines, Simulation, give_speeds, idle, measure_speed, router, simulated_engines
+from fleets import (
+    NOTHING,
+    Engines,
+    Simulation,
+    give_speeds,
+    idle,
+    measure_speed,
+    router,
+    shares_of,
+    simulated_engines,
+)
+from measure import note
 from open_loop import (
     Answer,
     Arrival,
@@ -109,11 +119,6 @@ def main() -> None:
             compare(bench, load)
 
 
-def note(text: str) -> None:
-    """Show progress on standard error."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
-
-
 def capacities(workload: Workload, max_num_seqs: int, slower: float) -> dict[TierName, float]:
     """Return the requests a second that each tier completes by the roofline if it is always full."""
     source = random.Random(1)
@@ -143,7 +148,7 @@ def compare(bench: Bench, load: float) -> None:
     points: dict[bool, list[Point]] = {True: [], False: []}
     for name, result in results.items():
         lost, engine, good = figures(bench, result.answers)
-        shares = "/".join(f"{share:.0f}" for share in shares_of(result.answers))
+        shares = shares_of(answer.tier for answer in result.answers)
         used = result.used_s / max(result.served, 1)
         print(
             f"{name:16} {told(lost, 2, 100):>22} {told(engine, 3):>24} {used:7.3f} {told(good, 1):>22} {shares:>10}",
@@ -210,12 +215,6 @@ def figures(bench: Bench, answers: Sequence[Answer]) -> tuple[Interval, Interval
         one(lambda a: a.engine_s if a.error is None else None, lambda _: 1.0),
         one(lambda a: float(a.meets(TTFT_MS * slower, TPOT_MS * slower)), None),
     )
-
-
-def shares_of(answers: Sequence[Answer]) -> list[float]:
-    """Return the percentage of answers that each tier gave."""
-    given = [answer.tier for answer in answers if answer.tier is not None]
-    return [100 * given.count(tier) / max(len(given), 1) for tier in STANDARD_TIERS]
 
 
 def told(value: Interval, digits: int, factor: float = 1.0) -> str:

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def note(text: str) -> None:
+    """Show progress on standard error."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
 def free_port() -> int:
     """Return a free loopback port."""
     with socket.socket() as probe:

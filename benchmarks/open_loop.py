@@ -234,7 +234,6 @@ async def _ask(
     arrival: Arrival,
     started: float,
 ) -> Answer:
-    """Send one request and time its answer."""
     sent = time.monotonic()
     first = last = 0.0
     tail, tier, error = b"", None, "cut"

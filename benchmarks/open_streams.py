@@ -244,7 +244,6 @@ async def _measured(
 
 
 async def _idle(port: int) -> None:
-    """Wait until no lease is out."""
     deadline = time.monotonic() + 30
     while True:
         async with httpx.AsyncClient(trust_env=False) as client:

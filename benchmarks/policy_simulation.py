@@ -363,7 +363,6 @@ class _Router:
                     return
 
     def _policy(self, record: DecisionRecord) -> PolicyParameters:
-        """Return the parameters that a request is decided by."""
         return self._recording.tables[record.policy] if self._table is None else self._table
 
     def _give(self, request: _Request, tier: TierName) -> None:
@@ -394,7 +393,6 @@ class _Router:
                 request.tier = None  # it fails
 
     def _snapshot(self) -> FleetSnapshot:
-        """Return the simulated fleet as a policy sees it."""
         there = self._there()
         tiers = tuple(
             TierSnapshot(tier.spec, tuple(seen for name, seen in there if name is tier.spec.name), tier.preparing)
@@ -451,5 +449,4 @@ def _order(request: _Request) -> tuple[int, float]:
 
 
 def _is_free(tier: TierSnapshot) -> bool:
-    """Tell whether a tier takes any request."""
     return tier.next(Ask(1, 1, 1, long=False, most=tier.spec.max_in_flight)) is not None

@@ -199,7 +199,6 @@ def _table(asked: Load, rows: dict[str, Row]) -> list[str]:
 
 
 def _verdicts(asked: Load, rows: dict[str, Row]) -> Iterator[str]:
-    """Say of each target whether it is met."""
     targets = {OURS: (rows[OURS].ratio, asked.target, BASE)} if OURS in rows else {}
     if OURS_GENERATE in rows and OURS in rows:
         targets[OURS_GENERATE] = (rows[OURS_GENERATE].cpu_us / rows[OURS].cpu_us, GENERATE_TARGET, OURS)

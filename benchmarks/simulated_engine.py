@@ -267,7 +267,6 @@ class SimulatedEngine(FakeEngine):
         return JSONResponse(told | {"running": len(self._scheduler.running), "waiting": len(self._scheduler.waiting)})
 
     async def _metrics(self, request: Request) -> Response:
-        """Tell the gauges of the scheduler."""
         scheduler = self._scheduler
         self.behaviour.running = len(scheduler.running)
         self.behaviour.kv_cache_usage = 1 - scheduler.free / scheduler.blocks
@@ -294,7 +293,6 @@ class SimulatedEngine(FakeEngine):
         return await self._unless_disconnected(request, self._answer(job, body, chat=chat))
 
     async def _answer(self, job: Job, body: dict[str, Any], *, chat: bool) -> Response:
-        """Return an answer that is not streamed."""
         try:
             while job.produced < job.tokens:
                 await job.ready.wait()
@@ -336,7 +334,6 @@ class SimulatedEngine(FakeEngine):
         return {"prompt_tokens": job.prompt_tokens, "completion_tokens": job.produced, "total_tokens": total}
 
     async def _run_steps(self) -> None:
-        """Run steps for as long as there are requests."""
         scheduler, work, now = self._scheduler, self.work, time.monotonic()
         while step := scheduler.next_step():
             late = time.monotonic() - now - BEHIND_S

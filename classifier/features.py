@@ -96,7 +96,6 @@ def explain(text: str, most: int = 5) -> dict[str, list[tuple[str, float]]]:
 
 
 def _count_words(text: str) -> int:
-    """Return the number of parts between white space."""
     if text.isascii():
         return f" {text}".encode().translate(_WHITE_OR_NOT).count(b" x")
     return len(text.split())

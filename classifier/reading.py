@@ -129,7 +129,6 @@ def language_rows(reading: Reading) -> tuple[NDArray[np.int64], NDArray[np.int64
 
 
 def _hash_words(folded: NDArray[Any], starts: NDArray[np.intp], rows: Hashes) -> None:
-    """Write the rows of pairs and of words."""
     gaps = len(starts) - 1
     words = rows[gaps:]
     powers, inverses = _powers()

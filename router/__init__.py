@@ -1,3 +1,5 @@
+"""The router: HTTP in and out. Composes the classifier and the fleet."""
+
 import logging
 import os
 from importlib.metadata import entry_points

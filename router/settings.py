@@ -200,7 +200,6 @@ class TlsSettings(Section):
 
     @model_validator(mode="after")
     def _complete_pair(self) -> TlsSettings:
-        """Check that a certificate has its key."""
         if (self.certificate is None) != (self.key is None):
             raise ValueError("certificate and key are given together, or neither is")
         if self.client_ca is not None and self.certificate is None:
@@ -231,22 +230,14 @@ class LimitSettings(Section):
 
 
 def _engine_address(url: str) -> str:
-    """Check the address of an engine that runs elsewhere.
-
-    Raises:
-        ValueError: The address cannot be used.
-    """
+    """Check the address of an engine that runs elsewhere."""
     if wrong := wrong_with(url):
         raise ValueError(f"{wrong}; an address like http://10.0.0.5:8000 is allowed")
     return url
 
 
 def _once(urls: tuple[str, ...]) -> tuple[str, ...]:
-    """Check that no engine is named twice: its load would be counted twice.
-
-    Raises:
-        ValueError: An engine is.
-    """
+    """Check that no engine is named twice: its load would be counted twice."""
     known = [normalised(url) for url in urls]
     for url, same in zip(urls, known, strict=True):
         if known.count(same) > 1:
@@ -255,11 +246,7 @@ def _once(urls: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _dns_address(url: str) -> str:
-    """Check the name of engines that run elsewhere.
-
-    Raises:
-        ValueError: It cannot be used.
-    """
+    """Check the name of engines that run elsewhere."""
     if not url:
         return url
     if url.startswith("https:"):
@@ -273,11 +260,7 @@ T = TypeVar("T")
 
 
 def _different(numbers: tuple[T, ...]) -> tuple[T, ...]:
-    """Check that nothing is given twice.
-
-    Raises:
-        ValueError: One is.
-    """
+    """Check that nothing is given twice."""
     for number in numbers:
         if numbers.count(number) > 1:
             raise ValueError(f"{number} is named more than once")
@@ -285,21 +268,13 @@ def _different(numbers: tuple[T, ...]) -> tuple[T, ...]:
 
 
 def _not_ours(args: tuple[str, ...]) -> tuple[str, ...]:
-    """Check that arguments leave alone what QARR itself gives to engines.
-
-    Raises:
-        ValueError: One does not.
-    """
+    """Check that arguments leave alone what QARR itself gives to engines."""
     check_own(args)
     return args
 
 
 def _engine_variables(variables: dict[str, str]) -> dict[str, str]:
-    """Check the names of variables.
-
-    Raises:
-        ValueError: One is not a name, or is of QARR's own.
-    """
+    """Check the names of variables."""
     for name, value in variables.items():
         if not name.isidentifier() or not name.isascii() or "\0" in value:
             raise ValueError(
@@ -313,11 +288,7 @@ def _engine_variables(variables: dict[str, str]) -> dict[str, str]:
 
 
 def _no_tier(name: str) -> str:
-    """Check that an adapter's name is not one that requests name a tier by.
-
-    Raises:
-        ValueError: It is.
-    """
+    """Check that an adapter's name is not one that requests name a tier by."""
     if name in {*RESERVED, *STANDARD_TIERS}:
         raise ValueError(f"{name} names tiers: give the adapter another name")
     return name
@@ -401,7 +372,6 @@ class TierSettings(Section):
 
     @model_validator(mode="after")
     def _enough_gpus(self) -> TierSettings:
-        """Check that one engine's GPUs are among those named."""
         world = self.tensor_parallel * self.pipeline_parallel
         if self.gpus and len(self.gpus) < world:
             raise ValueError(
@@ -531,11 +501,7 @@ class ModelSettings(Section):
 
 
 def _header_value(key: str) -> str:
-    """Check a key that is sent in a header.
-
-    Raises:
-        ValueError: It has characters that a header cannot have.
-    """
+    """Check a key that is sent in a header."""
     if key and not (key.isascii() and key.isprintable() and " " not in key):
         raise ValueError("a key of printable ASCII characters without spaces is allowed")
     return key
@@ -609,11 +575,7 @@ class EngineSettings(Section):
 
 
 def _ray_address(address: str) -> str:
-    """Check the address of a Ray cluster.
-
-    Raises:
-        ValueError: It is not of the form that is allowed.
-    """
+    """Check the address of a Ray cluster."""
     if not re.fullmatch(r"auto|([^\s/:\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}", address):
         raise ValueError("auto is allowed, or the head's HOST:PORT as 10.0.0.5:6379; no ray://, that is Ray Client's")
     return address
@@ -830,11 +792,7 @@ class UpstreamSettings(Section):
 
 
 def _overflow_address(url: str) -> str:
-    """Check the base address of an overflow.
-
-    Raises:
-        ValueError: It cannot be used.
-    """
+    """Check the base address of an overflow."""
     if not url:
         return url
     allowed = "an address like https://api.example.com/v1 is allowed"
@@ -856,11 +814,7 @@ def _overflow_address(url: str) -> str:
 
 
 def _secret_header_value(key: SecretStr) -> SecretStr:
-    """Check a key that is sent in a header.
-
-    Raises:
-        ValueError: It cannot be sent.
-    """
+    """Check a key that is sent in a header."""
     _header_value(key.get_secret_value())
     return key
 
@@ -1015,11 +969,7 @@ class JwtSettings(Section):
 
 
 def _redis_address(url: SecretStr) -> SecretStr:
-    """Check the address of Redis.
-
-    Raises:
-        ValueError: It is not one.
-    """
+    """Check the address of Redis."""
     try:
         if text := url.get_secret_value():
             parse_url(text)
@@ -1060,11 +1010,7 @@ class BudgetSettings(Section):
 
 
 def _viewer_address(url: str) -> str:
-    """Check the address of a trace viewer's page.
-
-    Raises:
-        ValueError: It is not one, or has no placeholder for a trace's id.
-    """
+    """Check the address of a trace viewer's page."""
     if url and not (url.startswith(("http://", "https://")) and TRACE_ID in url):
         raise ValueError(f"an address that begins with http:// or https:// and has {TRACE_ID} in it is allowed")
     return url
@@ -1167,7 +1113,6 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _tiers_are_known(self) -> Settings:
-        """Check that every tier that a setting names exists."""
         budget = self.policy.loss_budget
         named = {f"policy.prices.{tier}": tier for tier in self.policy.prices}
         named |= {"policy.loss_budget.like": budget.like} if isinstance(budget, LikeTier) else {}
@@ -1351,7 +1296,6 @@ def changes(before: BaseModel, after: BaseModel, path: str = "") -> tuple[Change
 
 
 def _shown_value(key: str, value: object) -> str:
-    """Return a value for the log."""
     if value is not None and _SECRET.fullmatch(key):
         return "***"
     shown = to_jsonable_python(value, fallback=str)

@@ -71,17 +71,14 @@ class RedisServer:
         return False
 
     def stop(self) -> None:
-        """End it."""
         self.resume()
         self.process.terminate()
         self.process.wait(10)
 
     def pause(self) -> None:
-        """Stop it from answering."""
         self.process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it answer again."""
         self.process.send_signal(signal.SIGCONT)
 
 

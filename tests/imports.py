@@ -39,7 +39,6 @@ def rank(name: str) -> int | None:
 
 
 def modules() -> dict[str, Path]:
-    """Return every module's file by its dotted name."""
     found: dict[str, Path] = {}
     for path in sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts

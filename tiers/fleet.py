@@ -445,7 +445,6 @@ class Fleet:
         return Warmth(cached, home)
 
     def _renew(self, now: float) -> None:
-        """Make the views anew that have changed."""
         for replica in self.replicas:
             if replica.stale_at <= now:
                 replica.keep(now)

@@ -134,7 +134,6 @@ class LiveSpeed:
             self._forget_others({replica.id for replica in replicas})
 
     def _forget_others(self, known: set[str]) -> None:
-        """Forget replicas that were removed."""
         for name in (self._idle.keys() | self._answers.keys()) - known:
             self._idle.pop(name, None)
             self._answers.pop(name, None)

@@ -209,7 +209,6 @@ async def _ask(stack: Stack, one: Round) -> Got:
 
 
 def _read(text: str, *, chat: bool) -> Got:
-    """Return what a client of OpenAI's API got."""
     said, finish, stop, usage, ends, errors = "", None, None, [], 0, 0
     for event in text.split("\n\n"):
         if not event.startswith("data:"):
@@ -229,7 +228,6 @@ def _read(text: str, *, chat: bool) -> Got:
 
 
 def _read_generated(text: str) -> Got:
-    """Return what a client of /generate got."""
     said, last, errors = "", {}, 0
     for event in text.strip().split("\n\n"):
         data = json.loads(event.rpartition("data: ")[2])

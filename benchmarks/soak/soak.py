@@ -172,7 +172,6 @@ async def sample(client: httpx.AsyncClient, router: psutil.Process, began: float
 
 
 def _value(page: str, name: str) -> str:
-    """Return a gauge's value from Prometheus' page."""
     found = re.search(rf"^{name} (\S+)$", page, re.MULTILINE)
     assert found is not None
     return found[1]

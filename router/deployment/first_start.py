@@ -149,7 +149,6 @@ class FirstStart:
         )
 
     async def _start(self, made: Checkpoint, launches: list[EngineLaunch], plan: Plan | None) -> None:
-        """Start engines. In the event loop."""
         if self._over:
             return
         fleet, now = self._supervisor.fleet, time.monotonic()

@@ -150,5 +150,4 @@ class Tally(Collector):
 
 
 def _shown(bound: float) -> str:
-    """Return a bucket's bound as the library writes it."""
     return str(floatToGoString(bound))  # type: ignore[no-untyped-call]

@@ -68,7 +68,6 @@ class PolicyStore:
     """Holds the parameters that decisions are made by; they are a value, and replaced as a whole."""
 
     def __init__(self, settings: PolicySettings, fleet: Fleet) -> None:
-        """Read the profiles of what the fleet serves."""
         self._settings, self._fleet = settings, fleet
         self.tally = LossTally()
         self._asked: Counter[Kind] = Counter()
@@ -194,6 +193,8 @@ class PolicyStore:
             {tier: _mean(self.table.losses[tier]) for tier in measured if tier in self.table.losses}
         )
         self._set_speeds({fit.tier: fit.model for fit in latency.fits} if latency is not None else {})
+        for why in self.pointless.values():
+            log.warning("%s", why)
 
     def _profile(self, path: Path) -> QualityProfile | None:
         """Return a quality profile; None: there is none that can be used."""

@@ -226,8 +226,6 @@ class AutoProfile:
         self._tried.add(self._attempt(what, tiers))
         log.info("measured %s in %.0f s: %s", what, time.time() - self._now.since, path)
         self._policy.take_up()
-        for why in self._policy.pointless.values():
-            log.warning("%s", why)
         self._now = replace(self._now, what=None)
 
     def _begin(self, what: What) -> None:

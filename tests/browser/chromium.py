@@ -20,7 +20,6 @@ ARGUMENTS = [
 
 
 async def launched(tool: Playwright) -> Browser:
-    """Start the browser."""
     program = shutil.which("chromium")
     assert program, "chromium is not installed: scripts/setup services, or apt-get install chromium"
     return await tool.chromium.launch(executable_path=program, args=ARGUMENTS)

@@ -36,7 +36,6 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 async def browser(anyio_backend: str) -> AsyncIterator[Browser]:
-    """Start Chromium."""
     async with async_playwright() as tool:
         running = await launched(tool)
         yield running

@@ -17,7 +17,6 @@ class Line:
 
     @property
     def url(self) -> str:
-        """Return its address."""
         return f"http://127.0.0.1:{self.port}"
 
     async def mend(self) -> None:

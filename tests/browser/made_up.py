@@ -46,7 +46,6 @@ ANSWER = tuple(re.findall(r"\S+ ", TEXT * 12))
 
 
 def quality(identities: dict[TierName, str | None]) -> QualityProfile:
-    """Return what these engines are to lose."""
     counts = tuple(
         AnswerCount(
             prompt_class=kind, complexity=Complexity.MODERATE, tier=tier, asked=50, right=40, answered=50, worse=worse,
@@ -60,7 +59,6 @@ def quality(identities: dict[TierName, str | None]) -> QualityProfile:
 
 
 def speed(identities: dict[TierName, str | None], machine: str) -> LatencyProfile:
-    """Return how fast these engines are to be."""
     error = FitError(median=0.05, p95=0.2)
     fits = tuple(
         Fit(
@@ -76,7 +74,6 @@ def speed(identities: dict[TierName, str | None], machine: str) -> LatencyProfil
 
 
 async def measured(stack: Stack, folder: Path) -> None:
-    """Let the router take up made-up profiles."""
     identities = {spec.name: spec.identity for spec in stack.fleet.specs}
     (folder / profile_name(identities)).write_text(quality(identities).model_dump_json())
     machine = stack.fleet.machine

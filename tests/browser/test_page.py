@@ -32,17 +32,14 @@ MARKUP = "<img src=x onerror=document.title='broken'>"
 
 
 def tier(page: Page, name: str) -> Locator:
-    """Return a tier's row."""
     return page.locator(f'[data-tier="{name}"]:is(li)')
 
 
 def button(page: Page, name: str) -> Locator:
-    """Return a button that is called exactly so."""
     return page.get_by_role("button", name=name, exact=True)
 
 
 async def live(page: Page) -> None:
-    """Wait until the page is connected."""
     await expect(page.get_by_text("● live")).to_be_visible()
 
 

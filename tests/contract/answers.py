@@ -200,5 +200,4 @@ def shape(value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a JSON value is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)

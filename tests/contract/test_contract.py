@@ -22,7 +22,6 @@ UNKNOWN_PATHS = {"/none"}
 
 @pytest.fixture(scope="module")
 async def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Form]:
-    """Ask everything once."""
     return await forms(tmp_path_factory.mktemp("contract"))
 
 
@@ -89,7 +88,6 @@ NOT_ASKED = {
 
 
 def resolved(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return what a reference refers to."""
     while "$ref" in schema:
         target: Any = DOCUMENT
         for part in schema["$ref"].removeprefix("#/").split("/"):

@@ -22,7 +22,6 @@ NAMESPACE = "llm"
 
 
 def tool(command: str, asked: object) -> Any:
-    """Run helm_tool.py."""
     argv = [program("python"), str(Path(__file__).with_name("helm_tool.py")), command]
     done = subprocess.run(argv, input=json.dumps(asked), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -62,13 +61,11 @@ class Release:
 
     @property
     def settings(self) -> str:
-        """Return the routers' settings file."""
         text: str = self.of_kind("ConfigMap")["qarr-settings"]["data"]["qarr.toml"]
         return text
 
 
 def release(sample: str, over: dict[str, Any] | None = None) -> Release:
-    """Render the chart with a sample's values."""
     answer = rendered(sample, over)
     assert "error" not in answer, answer["error"]
     assert answer["lint"] == []
@@ -113,7 +110,6 @@ class Mapped:
         return re.sub(r"(?<![\w./-])/(etc|var|models|tmp)(?=/|$|\b)", rf"{self.folder}/\1", text)
 
     def command(self, container: dict[str, Any]) -> list[str]:
-        """Return a container's command and arguments."""
         return [self.text(part) for part in (*container["command"], *container.get("args", ()))]
 
     def environment(self, container: dict[str, Any], containerfile: str) -> dict[str, str]:

@@ -48,7 +48,6 @@ def check(manifest: dict[str, Any], model: type[BaseModel] | None) -> list[str]:
 
 
 def unknown(given: Any, known: Any, path: str = "") -> list[str]:
-    """Return the fields that a model has dropped."""
     if isinstance(given, dict):
         lost = [f"{path}{name}: there is no such field" for name in given if name not in known]
         return lost + [f for n in given if n in known for f in unknown(given[n], known[n], f"{path}{n}.")]

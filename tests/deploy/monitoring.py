@@ -46,7 +46,6 @@ class Monitoring:
     posted: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     async def query(self, expr: str) -> list[dict[str, Any]]:
-        """Return the series of an instant query."""
         answer = (await self.client.post(f"{self.prometheus}/api/v1/query", data={"query": expr})).json()
         assert answer["status"] == "success", (expr, answer)
         found: list[dict[str, Any]] = answer["data"]["result"]
@@ -62,13 +61,11 @@ class Monitoring:
         return float(found[0]["value"][1]) if found else None
 
     async def exemplars(self, metric: str) -> list[dict[str, Any]]:
-        """Return the exemplars of a metric."""
         parameters = {"query": metric, "start": "0", "end": "99999999999"}
         answer = (await self.client.get(f"{self.prometheus}/api/v1/query_exemplars", params=parameters)).json()
         return [each for series in answer["data"] for each in series["exemplars"]]
 
     async def alerts(self) -> list[dict[str, Any]]:
-        """Return what Alertmanager holds."""
         found: list[dict[str, Any]] = (await self.client.get(f"{self.alertmanager}/api/v2/alerts")).json()
         return found
 
@@ -123,7 +120,6 @@ def _receiver(found: Monitoring) -> Starlette:
 
 
 def write_prometheus(folder: Path, routers: Routers, alertmanager: str) -> None:
-    """Write deploy/prometheus with these targets and short times."""
     config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text("utf-8"))
     config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
     for job in config["scrape_configs"] if routers.key else ():

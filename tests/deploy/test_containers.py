@@ -30,7 +30,6 @@ def compose(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, Any]:
-    """Return the services as compose understands them."""
     done = compose("config", "--format", "json", **SECRETS)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)["services"]

@@ -51,7 +51,6 @@ class Machine:
     most: Counter[str] = field(default_factory=Counter)  # requests that an engine had at once
 
     def pid(self, port: int) -> int:
-        """Return the process of a router."""
         return int((self.folder / f"{port}.pid").read_text())
 
     async def limits(self, ports: list[int]) -> dict[str, int]:
@@ -75,7 +74,6 @@ class Machine:
 
 
 def commands() -> str:
-    """Return the commands of the document."""
     section = (
         (ROOT / "docs/outgrowing.md").read_text("utf-8").partition("\n## Several routers")[2].partition("\n## ")[0]
     )
@@ -164,7 +162,6 @@ async def machine(tmp_path: Path) -> AsyncIterator[Machine]:
 
 
 def ended(pid: Path) -> None:
-    """Kill a process that is left."""
     with suppress(ProcessLookupError):
         os.kill(int(pid.read_text()), signal.SIGKILL)
 

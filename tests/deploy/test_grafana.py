@@ -22,7 +22,6 @@ DASHBOARDS = {path.stem: json.loads(path.read_bytes()) for path in sorted((GRAFA
 
 
 def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the panels that show something."""
     return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
 
 

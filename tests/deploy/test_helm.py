@@ -235,7 +235,6 @@ def test_engines_are_reached_by_routers_only(releases: dict[str, Release]) -> No
 
 
 def parse(queries: list[str], folder: Path) -> None:
-    """Let Prometheus' own parser read queries."""
     rules = folder / "rules.yml"
     made = [{"record": f"q{number}", "expr": query} for number, query in enumerate(queries)]
     rules.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": made}]}))

@@ -46,7 +46,6 @@ class Pod:
     engines: dict[str, Behaviour]
 
     async def ready(self) -> bool:
-        """Ask what the readiness probe asks."""
         assert self.process.returncode is None
         try:
             return (await self.client.get(f"{self.url}/readyz")).status_code == 200

@@ -41,7 +41,6 @@ class Front:
     client: httpx.AsyncClient
 
     async def ask(self, **body: Any) -> httpx.Response:
-        """Post to /generate and read the whole answer."""
         return await self.client.post(f"{self.url}/generate", json={"prompt": "hi", **body})
 
     def reload(self, routers: str) -> None:
@@ -50,12 +49,10 @@ class Front:
         self.nginx.send_signal(signal.SIGHUP)
 
     def log(self) -> list[dict[str, str]]:
-        """Return the lines of the access log."""
         return [json.loads(line) for line in (self.folder / "access.log").read_text("utf-8").splitlines()]
 
 
 def router_lines(ports: list[int]) -> str:
-    """Return deploy/nginx/qarr-routers.inc with other ports."""
     text = (DEPLOY / "nginx/qarr-routers.inc").read_text("utf-8")
     assert re.findall(r"^server 127\.0\.0\.1:(\d+)", text, re.MULTILINE) == ["8080", "8081"]
     return text.replace(":8080", f":{ports[0]}").replace(":8081", f":{ports[1]}")
@@ -85,7 +82,6 @@ def configure(folder: Path, port: int, routers: str) -> None:
 
 @asynccontextmanager
 async def front(tmp_path: Path) -> AsyncIterator[Front]:
-    """Start two routers and nginx."""
     async with AsyncExitStack() as stack:
         found = []
         for name in ("first", "second"):
@@ -154,7 +150,6 @@ async def lost_streams(found: Front) -> None:
 
 
 async def let_through(found: Front) -> None:
-    """Check which paths there are."""
     replica = "/admin/replicas/fast-0/drain"
     for method, path in [
         *(("GET", path) for path in ("/metrics", "/tiers", "/", "/live", "/requests", "/traces", "/policy")),

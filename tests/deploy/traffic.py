@@ -55,7 +55,6 @@ class Routers:
                 break
 
     async def ordinary(self) -> None:
-        """Send some requests of several classes to both."""
         bounds = {"ttft_ms": 60_000, "tpot_ms": 60_000}
         for stack in self.stacks:
             for prompt in PROMPTS:
@@ -64,7 +63,6 @@ class Routers:
         await self.ask(self.stacks[0], tier="int8", sla=bounds)
 
     async def refusals(self) -> None:
-        """Ask for what cannot be had."""
         for stack in self.stacks:
             await self.ask(stack, prompt="word " * 3000, max_tokens=4096)
             await self.ask(stack, sla={"ttft_ms": 0.001}, tier_policy="require")
@@ -110,7 +108,6 @@ class Routers:
         precise.answer = before
 
     async def everything(self) -> None:
-        """Let all of it happen."""
         await self.ordinary()
         await self.refusals()
         await self.misses()

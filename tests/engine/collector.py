@@ -67,7 +67,6 @@ class Collector:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def take(self, request: ExportTraceServiceRequest) -> None:
-        """Keep the spans of one export."""
         for resource_spans in request.resource_spans:
             resource = _attributes(resource_spans.resource.attributes)
             for scope in resource_spans.scope_spans:
@@ -86,7 +85,6 @@ class Collector:
             time.sleep(0.1)
 
     def close(self) -> None:
-        """Stop listening."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()

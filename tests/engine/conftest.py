@@ -49,16 +49,13 @@ class Up:
     settings: Path = Path()
 
     def tiers(self) -> dict[str, dict[str, Any]]:
-        """Return /tiers by tier."""
         return {t["tier"]: t for t in httpx.get(f"{self.url}/tiers", trust_env=False).json()["tiers"]}
 
     def replica(self, tier: str) -> dict[str, Any]:
-        """Return the one replica of a tier."""
         found: dict[str, Any] = self.tiers()[tier]["replicas"][0]
         return found
 
     def operate(self, *args: str) -> subprocess.CompletedProcess[str]:
-        """Run ``qarr tiers`` against this router."""
         env = {**os.environ, "QARR_POLICY__PROFILES": str(self.profiles)}
         url = () if args[0] == "record" else ("--url", self.url)
         return subprocess.run([QARR, "tiers", *args, *url], env=env, capture_output=True, text=True, check=False)

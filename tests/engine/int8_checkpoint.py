@@ -27,7 +27,6 @@ QUANTIZATION = {
 
 
 def main(source: Path, target: Path) -> None:
-    """Write the checkpoint."""
     target.mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         if (source / name).exists():

@@ -22,7 +22,6 @@ LIMITS = {"node_ip_address": "127.0.0.1", "object_store_memory": 80_000_000, "in
 
 
 def main() -> None:
-    """Run the cluster."""
     os.makedirs(f"{os.environ['RAY_TMPDIR']}/ray", exist_ok=True)  # noqa: PTH103
     cluster, nodes = Cluster(), {}
     cluster.add_node(num_cpus=0, **LIMITS)
@@ -38,7 +37,6 @@ def main() -> None:
 
 
 def say(text: Any) -> None:
-    """Write a line."""
     print(text, flush=True)  # noqa: T201
 
 

@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _command(start: str, document: str = "README.md") -> str:
-    """Return a document's one command that starts so."""
     text = (ROOT / document).read_text("utf-8")
     found = re.findall(rf"^```bash\n({re.escape(start)}.*?)\n```", text, re.MULTILINE | re.DOTALL)
     assert len(found) == 1, f"{start!r} stands {len(found)} times in {document}"

@@ -31,7 +31,6 @@ STORY = {"prompt": "Tell me a long story about a lighthouse.", "max_tokens": 100
 
 @contextmanager
 def running(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a container's process until the context ends."""
     with log.open("wb") as out:
         process = subprocess.Popen(argv, env=dict(environment), stdout=out, stderr=out, start_new_session=True)
     try:

@@ -106,7 +106,6 @@ class Stream:
     end: dict[str, Any] = field(default_factory=dict)
 
     def read(self, url: str) -> None:
-        """Read an answer to its end."""
         body = {"prompt": "Tell me a long story about the sea.", "max_tokens": TOKENS, "temperature": 0}
         event = "text"
         with httpx.stream("POST", f"{url}/generate", json=body, timeout=300, trust_env=False) as answer:

@@ -145,13 +145,11 @@ class Side:
     model: str
 
     def post(self, path: str, **body: Any) -> httpx.Response:
-        """Post a body as JSON."""
         return self.client.post(path, json={"model": self.model, **body})
 
 
 @pytest.fixture(scope="module")
 def engine(up: Up, engine_keys: dict[str, str]) -> Iterator[Side]:
-    """Return the tier's own engine."""
     headers = {"authorization": f"Bearer {engine_keys[TIER]}"}
     with httpx.Client(base_url=up.replica(TIER)["url"], headers=headers, timeout=120, trust_env=False) as client:
         yield Side(client, client.get("/v1/models").json()["data"][0]["id"])
@@ -200,11 +198,11 @@ def joined(stream: list[Any]) -> list[Any]:
             (choice,), (before,) = choices, found[-1]["choices"]
             text = before["delta"].get("content", "") + choice["delta"]["content"]
             choice["delta"] = before["delta"] | {"content": text}
+            if choice.get("token_ids"):
+                choice["token_ids"] = (before.get("token_ids") or []) + choice["token_ids"]
             if choice.get("logprobs"):
-                choice["logprobs"]["content"] = [
-                    *(before["logprobs"] or {}).get("content", []),
-                    *choice["logprobs"]["content"],
-                ]
+                so_far = (before["logprobs"] or {}).get("content", [])
+                choice["logprobs"]["content"] = so_far + choice["logprobs"]["content"]
             found[-1] |= chunk
         else:
             found.append(chunk)
@@ -212,7 +210,6 @@ def joined(stream: list[Any]) -> list[Any]:
 
 
 def text_of(stream: list[Any]) -> dict[int, str]:
-    """Return each choice's text."""
     texts: dict[int, str] = {}
     for choice in (choice for chunk in stream for choice in chunk["choices"]):
         piece = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
@@ -221,10 +218,14 @@ def text_of(stream: list[Any]) -> dict[int, str]:
 
 
 def arguments_of(stream: list[Any]) -> str:
-    """Return the arguments of all tool calls."""
     deltas = [choice["delta"] for chunk in stream for choice in chunk["choices"]]
     calls = [call["function"] for delta in deltas for call in delta.get("tool_calls") or ()]
     return "".join(call.get("arguments") or "" for call in calls)
+
+
+def gist(stream: list[Any]) -> tuple[dict[int, str], str, str]:
+    """Return the text, the arguments and how it finished."""
+    return text_of(stream), arguments_of(stream), stream[-1]["choices"][0]["finish_reason"]
 
 
 def test_varied_chats_are_answered_alike(engine: Side, router: Side) -> None:
@@ -246,13 +247,14 @@ def test_varied_chats_are_answered_alike(engine: Side, router: Side) -> None:
 @pytest.mark.parametrize("feature", sorted(FEATURES.keys() - {"prompt_logprobs (vLLM)"}))
 def test_streams_are_the_engines_own(engine: Side, router: Side, feature: str) -> None:
     """Chunk for chunk, a stream is what the engine would have sent: deltas, tool calls, logprobs, finish reasons."""
-    direct, routed = streams(engine, router, **FEATURES[feature])
-    if feature in {"n", "tools, auto", "tools, required"}:  # choices interleave by chance, tool calls get random ids
-        assert text_of(routed) == text_of(direct)
-        assert arguments_of(routed) == arguments_of(direct)
-        assert routed[-1]["choices"][0]["finish_reason"] == direct[-1]["choices"][0]["finish_reason"]
-    else:
-        assert joined(routed) == joined(direct)
+    ask(engine, **FEATURES[feature])
+    by_chance = feature in {"n", "tools, auto", "tools, required"}  # choices interleave, calls get random ids
+    for _ in range(3):  # rounding, as above
+        direct, routed = streams(engine, router, **FEATURES[feature])
+        found, expected = (gist(side) if by_chance else joined(side) for side in (routed, direct))
+        if found == expected:
+            break
+    assert found == expected
 
 
 @pytest.mark.parametrize("counted", [True, False])
@@ -440,7 +442,6 @@ def until(read: Callable[[], int], wanted: int, *, limit_s: float) -> None:
 
 
 def running(up: Up) -> int:
-    """Return what the engine itself counts as running."""
     metrics = httpx.get(f"{up.replica(TIER)['url']}/metrics", trust_env=False).text
     line = next(line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running{"))
     return int(float(line.rsplit(" ", 1)[1]))

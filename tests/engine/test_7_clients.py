@@ -360,7 +360,6 @@ def _program(name: str) -> str:
 
 
 def _blocks(language: str, document: str = "docs/openai.md") -> list[str]:
-    """Return a document's code blocks in a language."""
     text = (ROOT / document).read_text("utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 

@@ -50,7 +50,6 @@ class Cutter:
 
     @property
     def app(self) -> ASGIApp:
-        """Return the application."""
         return Starlette(routes=[Route("/{path:path}", self._pass, methods=["POST"])])
 
     async def _pass(self, request: Request) -> Response:
@@ -124,7 +123,6 @@ async def _compare(
 
 
 async def _stream(url: str, prompt: str) -> tuple[str, dict[str, Any]]:
-    """Return an answer's text and its last event."""
     body = {"prompt": prompt, "tier": "fast", "max_tokens": TOKENS, "temperature": 0}
     async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
         text = (await client.post(f"{url}/generate", json=body)).text

@@ -151,7 +151,6 @@ async def test_live_prompts_are_compared_when_it_is_quiet(up: Up, engine_keys: d
 
 
 def speeds_in(folder: Path) -> LatencyProfile:
-    """Return the one latency profile of a folder."""
     return load_latency(next(folder.glob("latency-*.json")))
 
 

@@ -159,7 +159,6 @@ def _asked(running: Up, model: str) -> set[str]:
 
 
 def _engines_own(running: Up, model: str) -> set[str]:
-    """Return those of the engine itself."""
     replica = running.replica("fast")
     headers = {"authorization": f"Bearer {key_of(replica['pid'])}"}
     url = f"{replica['url']}{CHAT}"

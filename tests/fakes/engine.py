@@ -190,7 +190,6 @@ class Detokenizer:
         self.stopped: str | None = None
 
     def take(self, token: bytes) -> None:
-        """Take one more token."""
         self._tokens += 1
         self._pending += token
         new = self._pending.decode("utf-8", "replace")
@@ -210,7 +209,6 @@ class Detokenizer:
             self.stopped, self._text = self._stops[number], self._text[: end if self._include else start]
 
     def more(self, *, finished: bool) -> str:
-        """Return the text that goes out now."""
         end = len(self._text) - (0 if finished else self.held_back)
         start, self._sent = self._sent, max(end, self._sent)
         return self._text[start : self._sent]

@@ -27,7 +27,6 @@ class Script(Protocol):
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """Return an event as vLLM writes it."""
     return f"event: {data['type']}\ndata: {json.dumps(data, separators=(',', ':'), ensure_ascii=False)}\n\n".encode()
 
 
@@ -40,7 +39,6 @@ class MessageScript:
         self._model, self._prompt_tokens = model, prompt_tokens
 
     def begin(self) -> list[bytes]:
-        """Return the events before the first text."""
         message = {"id": "x", "type": "message", "role": "assistant", "content": [], "model": self._model}
         usage = {"input_tokens": self._prompt_tokens, "output_tokens": 0}
         ended = {"stop_reason": None, "stop_sequence": None}
@@ -50,11 +48,9 @@ class MessageScript:
         ]
 
     def piece(self, text: str) -> bytes:
-        """Return the event for a piece of text."""
         return event({"type": "content_block_delta", "delta": {"type": "text_delta", "text": text}, "index": 0})
 
     def end(self, text: str, usage: dict[str, int], *, cut: bool) -> list[bytes]:
-        """Return the events after the last text."""
         del text
         delta = {"stop_reason": "max_tokens" if cut else "end_turn", "stop_sequence": None}
         return [
@@ -64,7 +60,6 @@ class MessageScript:
         ]
 
     def whole(self, text: str, usage: dict[str, int], *, cut: bool) -> dict[str, Any]:
-        """Return the answer that is not streamed."""
         return {
             "id": "x", "type": "message", "role": "assistant", "content": [{"type": "text", "text": text}],
             "model": self._model, "stop_reason": "max_tokens" if cut else "end_turn",
@@ -89,7 +84,6 @@ class ResponseScript:
         self._model, self._number = model, -1
 
     def begin(self) -> list[bytes]:
-        """Return the events before the first text."""
         item = {
             "id": "msg_x",
             "content": [],
@@ -107,12 +101,10 @@ class ResponseScript:
         ]
 
     def piece(self, text: str) -> bytes:
-        """Return the event for a piece of text."""
         more = {"item_id": "msg_x", "logprobs": [], "output_index": 0}
         return self._event("response.output_text.delta", content_index=0, delta=text, **more)
 
     def end(self, text: str, usage: dict[str, int], *, cut: bool) -> list[bytes]:
-        """Return the events after the last text."""
         whole = self.whole(text, usage, cut=cut)
         (item,) = whole["output"]
         (part,) = item["content"]
@@ -124,7 +116,6 @@ class ResponseScript:
         ]
 
     def whole(self, text: str, usage: dict[str, int], *, cut: bool) -> dict[str, Any]:
-        """Return the answer that is not streamed."""
         part = {"annotations": [], "text": text, "type": "output_text", "logprobs": None}
         item = {
             "id": "msg_x",

@@ -24,7 +24,6 @@ from tiers.cluster.job import (
 
 
 def main() -> int:
-    """Run ``python placement.py JOBFILE``."""
     job, orders, done = Job.read(Path(sys.argv[1])), Path(os.environ["FAKE_PLACEMENT"]), ""
     assert os.environ[KEY_VARIABLE]
     tiers = {wanted.id: wanted.tier for wanted in job.replicas}

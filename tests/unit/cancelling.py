@@ -65,7 +65,6 @@ class Cut:
 
     @property
     def fired(self) -> bool:
-        """Tell whether the request had so many awaits."""
         return self.awaits >= self.at
 
     def note(self, awaited: Any) -> None:
@@ -90,11 +89,9 @@ class Cut:
             self._told.cancel()
 
     def cancel_on_disconnect(self, task: asyncio.Task[Any] | None) -> None:
-        """Note whom to cancel."""
         self._told = task
 
     def write(self, _data: bytes) -> bool:
-        """Take a part of the answer at once."""
         return True
 
     async def send(self, message: Message) -> None:
@@ -157,7 +154,6 @@ class OpenSpans(SpanProcessor):
 
     @property
     def open(self) -> int:
-        """Return their number."""
         return self.begun - self.ended
 
 
@@ -278,7 +274,6 @@ class CutRouter:
         return held
 
     def held(self) -> dict[str, int]:
-        """Return what is held now."""
         pipeline, replicas = self._generate.pipeline, self.stack.fleet.replicas
         quotas, upstream = pipeline.quotas, pipeline.failover.upstream
         transports = (upstream._transport, upstream._passing_transport)
@@ -327,7 +322,6 @@ class CutRouter:
                 replica.breaker.reset()
 
     def _occupy(self) -> list[Lease]:
-        """Take every place."""
         fleet = self.stack.fleet
         taken = (fleet.lease(tier, prompt_tokens=0, max_tokens=0) for tier in STANDARD_TIERS for _ in range(100))
         return [lease for lease in taken if lease is not None]

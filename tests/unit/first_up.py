@@ -48,7 +48,6 @@ class FirstUp:
     process: subprocess.Popen[bytes]
 
     def tell(self, command: str, order: str) -> None:
-        """Tell the quantizer how far it may go."""
         (self.orders / f"{command}.new").write_text(order)
         (self.orders / f"{command}.new").replace(self.orders / command)
 
@@ -59,7 +58,6 @@ class FirstUp:
         return (int(numbers[0]), int(numbers[1])) if numbers else (0, 0)
 
     def said(self) -> str:
-        """Return what it wrote."""
         return self.errors.read_text("utf-8")
 
     async def get(self, path: str) -> tuple[int, dict[str, Any]]:
@@ -81,7 +79,6 @@ class FirstUp:
                 await asyncio.sleep(0.02)
 
     async def generate(self, **body: Any) -> httpx.Response:
-        """Post to /generate and read the whole answer."""
         return await self.client.post(f"{self.url}/generate", json={"prompt": "hi", **body})
 
     async def qarr(self, *args: str) -> str:

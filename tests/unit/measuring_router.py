@@ -48,12 +48,10 @@ class Measuring:
     folder: Path
 
     async def profiling(self) -> dict[str, Any]:
-        """Return what it tells of its measurements."""
         found: dict[str, Any] = (await self.client.get(f"{self.url}/tiers")).json()["profiling"]
         return found
 
     async def comes_to(self, **wanted: Any) -> dict[str, Any]:
-        """Wait until what it tells is so."""
         async with asyncio.timeout(60):
             while (found := await self.profiling()) | wanted != found:
                 await asyncio.sleep(0.05)
@@ -68,7 +66,6 @@ class Measuring:
 
     @property
     def computing(self) -> int:
-        """Return the requests that the engines compute now."""
         return sum(engine.running for engine in self.engines)
 
 

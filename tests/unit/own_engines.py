@@ -40,11 +40,9 @@ class Own:
 
     @property
     def first(self) -> Replica:
-        """Return the first replica."""
         return self.fleet.replicas[0]
 
     def replica(self, name: str) -> Replica | None:
-        """Return a replica by its id."""
         return next((r for r in self.fleet.replicas if r.id == name), None)
 
     def next_starts(self, **fields: Any) -> None:
@@ -52,7 +50,6 @@ class Own:
         self.behaviour.write_text(json.dumps(fields))
 
     async def behave(self, replica: Replica, **fields: Any) -> None:
-        """Change the behaviour of a running engine."""
         async with httpx.AsyncClient(trust_env=False) as client:
             await client.post(f"{replica.url}/fake", json=fields)
 
@@ -95,7 +92,6 @@ async def own_engines(
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Wait until a condition holds."""
     async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.02)

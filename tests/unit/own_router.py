@@ -27,7 +27,6 @@ QARR = str(Path(sys.executable).with_name("qarr"))
 
 @asynccontextmanager
 async def connection(**headers: str) -> AsyncIterator[httpx.AsyncClient]:
-    """Give a client whose connections are new."""
     async with httpx.AsyncClient(trust_env=False, timeout=30, headers=headers) as client:
         yield client
 
@@ -55,7 +54,6 @@ class OwnRouter:
     process: subprocess.Popen[bytes]
 
     async def generate(self, **body: Any) -> httpx.Response:
-        """Post to /generate and read the whole answer."""
         return await self.client.post(f"{self.url}/generate", json={"prompt": "hi", **body})
 
     async def qarr(self, *args: str) -> subprocess.CompletedProcess[str]:

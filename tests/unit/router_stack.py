@@ -46,11 +46,9 @@ class Stack:
     pipeline: Pipeline
 
     async def generate(self, **body: Any) -> httpx.Response:
-        """Post to /generate and read the whole answer."""
         return await self.client.post(f"{self.url}/generate", json={"prompt": "hi", **body})
 
     def leases(self) -> int:
-        """Return the leases that are out."""
         return sum(r.in_flight + r.prompt_tokens + r.output_tokens for r in self.fleet.replicas)
 
 

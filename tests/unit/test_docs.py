@@ -105,7 +105,6 @@ def test_what_the_documents_call_tested_is_tested() -> None:
 
 
 def _prose(document: Path) -> str:
-    """Return a document without its blocks of code."""
     return re.sub(r"^```.*?^```", "", document.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 

@@ -21,7 +21,6 @@ CACHE = os.environ.get("QARR_CACHE_DIR") or ""  # before the tests' own environm
 
 
 def uv_script() -> Any:
-    """Return scripts/uv.py as a module."""
     spec = importlib.util.spec_from_file_location("uv_script", ROOT / "scripts/uv.py")
     assert spec is not None
     assert spec.loader is not None

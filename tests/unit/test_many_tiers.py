@@ -26,7 +26,6 @@ ADDED = {
 
 
 def five(**settings: Any) -> dict[str, Any]:
-    """Return the settings of five tiers."""
     return {"tiers": ADDED, **settings}
 
 

@@ -37,7 +37,6 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @asynccontextmanager
 async def engine() -> AsyncIterator[str]:
-    """Run the stub engine."""
     (port,) = reserved_ports()
     process = await asyncio.create_subprocess_exec(sys.executable, PROJECT / "benchmarks/token_stub.py", str(port))
     url = f"http://127.0.0.1:{port}"

@@ -50,17 +50,14 @@ class UpstreamStack:
     engines: dict[TierName, Behaviour]
 
     def replica(self, tier: TierName) -> Replica:
-        """Return a tier's replica."""
         return next(r for r in self.fleet.replicas if r.spec.name is tier)
 
     def decision(self, tier: TierName = TierName.FAST, **query: Any) -> Decision:
-        """Return the decision for a tier by hint."""
         decision = decide(replace(QUERY, hint=tier, **query), self.fleet.snapshot(), self.policy.table)
         assert decision.tier is tier
         return decision
 
     async def stream(self, tier: TierName = TierName.FAST, **request: Any) -> EngineStream:
-        """Open a streamed answer on a tier."""
         answer = await self.upstream.open(self.decision(tier), replace(HI, **request), elsewhere=False)
         assert isinstance(answer, EngineStream)
         return answer
@@ -70,7 +67,6 @@ class UpstreamStack:
         return sum(r.in_flight + r.slots + r.prompt_tokens + r.output_tokens for r in self.fleet.replicas)
 
     def asked(self) -> list[int]:
-        """Return the requests of each engine."""
         return [len(engine.requests) for engine in self.engines.values()]
 
 

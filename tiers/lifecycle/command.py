@@ -93,7 +93,6 @@ def _lora(adapters: Adapters) -> list[str]:
 
 
 def _speculative(draft: Draft) -> dict[str, object]:
-    """Return vLLM's configuration of speculative decoding."""
     if draft.source == NGRAM:
         return {"method": NGRAM, "num_speculative_tokens": draft.tokens, "prompt_lookup_max": NGRAM_LENGTH}
     return {"method": "draft_model", "model": str(draft.checkpoint), "num_speculative_tokens": draft.tokens}

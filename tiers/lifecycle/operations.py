@@ -349,7 +349,6 @@ class Operations:
 
 
 def _break_off(running: Operation) -> None:
-    """End an operation for the sake of another one."""
     if running.task is not None:
         running.task.cancel()
     running.end("failed", "broken off")

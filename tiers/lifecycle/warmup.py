@@ -138,7 +138,6 @@ def _long(model: str) -> dict[str, str | int]:
 
 
 async def _template_tokens(probe: EngineProbe, model: str, text: str) -> TemplateTokens:
-    """Measure the tokens that the chat template adds."""
     plain = len(await probe.text_tokens(model, text))
 
     async def added(*roles: str) -> int:

@@ -301,7 +301,6 @@ def _hybrid(config: _Config, count: int) -> list[str]:
 
 
 def _windowed(config: _Config, count: int) -> list[str]:
-    """Return which layers attend to a sliding window only."""
     if config.window is None:
         return ["full_attention"] * count
     every = config.optional("sliding_window_pattern", "_sliding_window_pattern")

@@ -85,5 +85,4 @@ class Roofline:
         return ALL_REDUCE_MS * ALL_REDUCES * len(self.model.layers) if self.gpus > 1 else 0.0
 
     def _weights(self, tokens: int) -> float:
-        """Return the bytes of weights that a step reads."""
         return self.model.read(tokens) * BYTES_PER_WEIGHT[self.precision] + 2 * self.model.head

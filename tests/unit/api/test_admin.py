@@ -34,7 +34,6 @@ async def with_keys(tmp_path: Path) -> AsyncIterator[tuple[Stack, dict[str, dict
 
 
 async def begin(stack: Stack, kind: str, replica: str, **headers: str) -> httpx.Response:
-    """Begin an operation."""
     return await stack.client.post(f"{stack.url}/admin/replicas/{replica}/{kind}", headers=headers)
 
 

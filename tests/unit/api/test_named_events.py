@@ -36,7 +36,6 @@ both = pytest.mark.parametrize("path", BODIES)
 
 
 async def ask(stack: Stack, path: str, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
-    """Post a request and read the whole answer."""
     body = {"model": "auto", **BODIES[path], **body}
     return await stack.client.post(stack.url + path, json=body, headers=headers)
 

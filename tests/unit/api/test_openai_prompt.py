@@ -21,22 +21,18 @@ LONG = "Please explain in detail how a compiler turns source code into machine c
 
 
 def chat(*messages: Any, **more: Any) -> PromptText:
-    """Read a chat."""
     return read_chat(JsonObject.parse(json.dumps({"messages": messages, **more}).encode()), COUNTER)
 
 
 def completion(prompt: Any) -> PromptText:
-    """Read a completion."""
     return read_completion(JsonObject.parse(json.dumps({"prompt": prompt}).encode()), COUNTER)
 
 
 def user(content: Any) -> dict[str, Any]:
-    """Return a message of the user."""
     return {"role": "user", "content": content}
 
 
 def assistant(content: Any) -> dict[str, Any]:
-    """Return a message of the assistant."""
     return {"role": "assistant", "content": content}
 
 
@@ -114,7 +110,6 @@ def test_text_that_fits_no_context_is_estimated() -> None:
 
 
 def prefix(read: PromptText) -> Prefix | None:
-    """Return a prompt as prefix caches see it."""
     return read.prefix(read.classify(COUNTER), TemplateTokens(), "", "")
 
 

@@ -41,7 +41,6 @@ async def with_embeddings(
 
 
 async def post(stack: Stack, path: str, **body: Any) -> httpx.Response:
-    """Post a body."""
     return await stack.client.post(f"{stack.url}{path}", json=body)
 
 

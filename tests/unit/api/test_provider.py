@@ -31,7 +31,6 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 async def ask(stack: Stack, path: str, provider: Any, **more: Any) -> Any:
-    """Post a body with a provider object."""
     return await stack.client.post(stack.url + path, json={**BODIES[path], **more, "provider": provider})
 
 

@@ -37,7 +37,6 @@ class Load:
         self.failed: list[str] = []
 
     async def ask(self, tier: str) -> None:
-        """Ask until cancelled."""
         while True:
             answer = await self._stack.generate(stream=True, tier=tier)
             if answer.status_code == httpx.codes.OK and events(answer.text)[-1][0] == "done":
@@ -48,7 +47,6 @@ class Load:
 
 @asynccontextmanager
 async def under_load(stack: Stack) -> AsyncIterator[Load]:
-    """Let clients ask for every tier."""
     load = Load(stack)
     tiers = [spec.name for spec in stack.fleet.specs]
     asking = [asyncio.create_task(load.ask(tiers[number % len(tiers)])) for number in range(CLIENTS)]

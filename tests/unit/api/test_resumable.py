@@ -30,7 +30,6 @@ ASKED = {"prompt": "hi", "tier": "precise", "max_tokens": 4096, "resumable": Tru
 
 
 def ids(text: str) -> list[str]:
-    """Return the ids of a stream's events."""
     return [line.removeprefix("id: ") for line in text.splitlines() if line.startswith("id: ")]
 
 
@@ -317,7 +316,6 @@ async def nowhere(_message: Any) -> None:
 
 
 async def lose(reader: asyncio.Task[None]) -> None:
-    """Lose a connection."""
     reader.cancel()
     await asyncio.wait({reader})
 

@@ -60,7 +60,6 @@ CHAT = [
 
 
 def total(messages: list[dict[str, Any]]) -> int:
-    """Return what routing counts of a chat."""
     document = JsonObject.parse(json.dumps({"messages": messages}).encode())
     prompt = read_chat(document, Words())
     return prompt.tokens(prompt.classify(Words()), TEMPLATE)

@@ -138,7 +138,6 @@ def test_loopback_needs_no_keys(host: str, keys_file: Path) -> None:
 
 
 async def ask(stack: Stack, key: str | None, **body: Any) -> httpx.Response:
-    """Post a chat completion with a key."""
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     body = {"model": "auto", "messages": [{"role": "user", "content": "hi"}], **body}
     return await stack.client.post(f"{stack.url}/v1/chat/completions", json=body, headers=headers)

@@ -47,13 +47,11 @@ def account(name: str, **budget: float) -> Account:
 
 
 def hold(*accounts: Account, engine: int = 1, money: int = 0, at: Periods = DAY) -> Hold:
-    """Return what a request asks for."""
     return Hold(secrets.token_hex(8), tuple(a.id for a in accounts), at, Charge(engine, money))
 
 
 @asynccontextmanager
 async def ledger_of(kind: str, tmp_path: Path, redis: RedisServer, clock: Clock) -> AsyncIterator[BudgetLedger]:
-    """Make a ledger of some kind."""
     database = Database(tmp_path / "usage.sqlite")
     made: dict[str, BudgetLedger] = {"memory": MemoryLedger(), "sqlite": SqliteLedger(database, clock)}
     ledger = RedisLedger(redis.url) if kind == "redis" else made[kind]

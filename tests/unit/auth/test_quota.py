@@ -25,7 +25,6 @@ pytestmark = pytest.mark.anyio
 
 
 def caller(key_id: str, requests: int | None = None, tokens: int | None = None, at_once: int | None = None) -> Caller:
-    """Return a caller with quotas."""
     return Caller(key_id, key_id, quota=Quota(requests, tokens, at_once))
 
 

@@ -44,7 +44,6 @@ def caller(**budget: float) -> Caller:
 
 @asynccontextmanager
 async def spending(ledger: BudgetLedger, clock: Clock | None = None, *, priced: bool = True) -> AsyncIterator[Spending]:
-    """Make what charges to a ledger."""
     spends = Spending(ledger, currency="EUR", priced=priced, now=clock or Clock())
     try:
         yield spends
@@ -120,7 +119,6 @@ class SlowLedger(MemoryLedger):
         self.asked, self.go = asyncio.Event(), asyncio.Event()
 
     async def take(self, hold: Hold, bounds: Sequence[Bound]) -> Taken:
-        """See ``BudgetLedger``."""
         self.asked.set()
         await self.go.wait()
         return await super().take(hold, bounds)

@@ -81,12 +81,10 @@ class Issuer:
 
 
 def settings_of(jwks: object, **more: Any) -> JwtSettings:
-    """Return the settings of this issuer."""
     return JwtSettings(issuer=ISSUER, audience=AUDIENCE, jwks=str(jwks), **more)
 
 
 def published(tmp_path: Path, issuer: Issuer) -> Path:
-    """Write the issuer's keys to a file."""
     file = tmp_path / "jwks.json"
     file.write_text(issuer.jwks)
     return file
@@ -236,13 +234,11 @@ class Clock:
     at = 1000.0
 
     def __call__(self) -> float:
-        """Return the time."""
         return self.at
 
 
 @asynccontextmanager
 async def issuing() -> AsyncIterator[tuple[Issuer, str]]:
-    """Run an issuer."""
     issuer = Issuer()
     async with serving(issuer.app) as url:
         try:

@@ -19,7 +19,6 @@ def read(text: str) -> PromptFeatures:
 
 
 def language_fits(expected: str, found: str | None) -> bool:
-    """Tell whether a language is the expected one."""
     return expected == "?" or found == (None if expected == "-" else expected)
 
 

@@ -43,7 +43,6 @@ def words(text: str) -> list[str]:
 
 
 def word_rows(text: str) -> list[int]:
-    """Return the row of each word."""
     found = read(text)
     return found.rows[found.words : found.ends].tolist()
 
@@ -231,7 +230,6 @@ def test_weights_of_other_code_are_refused(change: dict[str, object], message: s
 
 
 def write_prompts(file: Path) -> None:
-    """Write labelled prompts that are easily told apart."""
     rng = random.Random(0)
     rows = []
     for number in range(240):

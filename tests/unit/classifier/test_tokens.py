@@ -65,7 +65,6 @@ def fewer_bytes() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """Return a tokenizer like SentencePiece's."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.UnigramTrainer(vocab_size=200, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
@@ -74,7 +73,6 @@ def unigram() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """Return a tokenizer like BERT's."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]"], show_progress=False)
@@ -90,12 +88,10 @@ def greedy_added_token() -> Tokenizer:
 
 
 def digits(*, individual: bool) -> pre_tokenizers.PreTokenizer:
-    """Return the stages that split digits off first."""
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=individual), BYTE_LEVEL])
 
 
 def llama() -> pre_tokenizers.PreTokenizer:
-    """Return the stages of Llama 3."""
     split = pre_tokenizers.Split(Regex(LLAMA), "isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
@@ -114,7 +110,6 @@ PAIRS = {name: (t, ModelTokenCounter(t.to_str())) for name, t in (FAST | SLOW).i
 
 
 def reference(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids that the library gives."""
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 

@@ -49,7 +49,6 @@ class StubRouter:
 
 @contextmanager
 def stub_router(**answers: tuple[int, Any]) -> Iterator[StubRouter]:
-    """Serve answers whose names are ``GET /path``."""
     stub = StubRouter(answers)
 
     class Handler(BaseHTTPRequestHandler):

@@ -47,19 +47,16 @@ def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found(check: str, *, deep: bool = False, url: str = "") -> list[Finding]:
-    """Return what a check finds."""
     return [f for f in examine(None, deep=deep, url=url, key="") if f.check == check]
 
 
 def one(check: str, **how: Any) -> tuple[Health, str, str]:
-    """Return the only thing that a check finds."""
     (finding,) = found(check, **how)
     assert bool(finding.then) is (finding.health is not OK)
     return finding.health, finding.found, finding.then
 
 
 def checkpoint(folder: Path, tier: TierName = TierName.FAST) -> Path:
-    """Make a small checkpoint with a manifest."""
     folder.mkdir(parents=True)
     header = json.dumps({"w": {"dtype": "U8", "shape": [1000], "data_offsets": [0, 1000]}}).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(1000))
@@ -267,7 +264,6 @@ async def test_engines_by_url(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def doctor(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command."""
     argv = [QARR, "doctor", "--json", *args]
     return await asyncio.to_thread(
         subprocess.run, argv, capture_output=True, text=True, check=False, env=env, timeout=60

@@ -38,7 +38,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def shown(*args: str) -> list[str]:
-    """Return the lines that the command prints."""
     done = qarr("logs", *args, NO_COLOR="1")
     assert done.exit_code == 0, done.exception
     return done.stdout.splitlines()

@@ -30,7 +30,6 @@ def fleet(*replicas: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def listed(answer: dict[str, Any]) -> list[str]:
-    """Return the lines of the list."""
     with stub_router(**{"GET /tiers": (200, answer)}) as router:
         return qarr("tiers", "--url", router.url).stdout.splitlines()
 

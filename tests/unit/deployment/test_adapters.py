@@ -28,13 +28,11 @@ def adapter(folder: Path, rank: int = 4, kind: str = "LORA") -> str:
 
 
 def launches(tmp_path: Path, lora: dict[str, Any], **more: Any) -> dict[TierName, EngineLaunch]:
-    """Return the engines that would start."""
     own = settings(lora=lora, **more)
     return {launch.tier.name: launch for launch in make_deployment(own, tuple(made(tmp_path).values())).launches}
 
 
 def given(launch: EngineLaunch, name: str) -> list[str]:
-    """Return the values of an argument."""
     argv = engine_argv(launch)
     rest = argv[argv.index(name) + 1 :] if name in argv else []
     return rest[: next((n for n, value in enumerate(rest) if value.startswith("--")), len(rest))]

@@ -28,7 +28,6 @@ def settings(tmp_path: Path, *, ray: dict[str, Any] | None = None, **more: Any) 
 
 
 def placed(tmp_path: Path, **more: Any) -> tuple[WantedReplica, ...]:
-    """Return what is placed."""
     deployment = make_ray_deployment(settings(tmp_path, **more), tuple(made(tmp_path).values()))
     assert deployment.ray is not None
     return deployment.ray.job.replicas

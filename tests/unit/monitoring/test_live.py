@@ -71,7 +71,6 @@ async def watching(stack: Stack) -> AsyncIterator[AsyncIterator[tuple[str, Any]]
 
 
 async def snapshot(stack: Stack) -> dict[str, Any]:
-    """Return the first snapshot of a new reader."""
     async with watching(stack) as events:
         found: dict[str, Any] = await anext(value async for name, value in events if name == "fleet")
         return found

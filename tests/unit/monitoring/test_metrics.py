@@ -63,7 +63,6 @@ class Counted:
             self._metrics.observe(each)
 
     def answered(self, *answers: tuple[str, str, int]) -> None:
-        """Count answers."""
         for answer in answers:
             self._metrics.answered(*answer)
 

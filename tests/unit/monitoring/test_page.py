@@ -32,7 +32,6 @@ class Markup(HTMLParser):
         self._open: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note an element."""
         attributes = dict(attrs)
         self.elements.append((tag, attributes))
         if tag in CONTROLS and "label" not in self._open and "aria-label" not in attributes:
@@ -41,13 +40,11 @@ class Markup(HTMLParser):
             self._open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        """Close an element."""
         if tag in self._open:
             while self._open.pop() != tag:
                 pass
 
     def handle_data(self, data: str) -> None:
-        """Note text."""
         if self._open:
             self.texts.setdefault(self._open[-1], []).append(data)
 
@@ -61,12 +58,10 @@ def markup() -> Markup:
 
 
 def rules(policy: str) -> dict[str, str]:
-    """Return a content security policy's rules."""
     return dict(rule.split(" ", 1) for rule in policy.split("; "))
 
 
 def digest(text: str) -> str:
-    """Return a text as a policy names it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 

@@ -36,7 +36,6 @@ class Tenants:
     asked: httpx.Response
 
     async def get(self, name: str, path: str) -> httpx.Response:
-        """Get something with a key."""
         return await self.stack.client.get(self.stack.url + path, headers=self.names[name])
 
     async def ask(self, name: str, prompt: str, **headers: str) -> httpx.Response:
@@ -58,7 +57,6 @@ class Tenants:
 
 @asynccontextmanager
 async def tenants(tmp_path: Path) -> AsyncIterator[Tenants]:
-    """Run a router with keys."""
     keys = tmp_path / "keys.json"
     rights: dict[str, dict[str, Any]] = {"alice": {}, "mallory": {}, "boss": {"admin": True}}
     names = {name: {"authorization": f"Bearer {add_key(keys, name, **more)[0]}"} for name, more in rights.items()}

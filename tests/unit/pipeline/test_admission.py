@@ -40,13 +40,11 @@ class Entrance:
     policy: PolicyStore
 
     def ask(self, *, key: str = "key", priority: int = PRIORITIES["standard"], **query: Any) -> asyncio.Task[Admitted]:
-        """Let a request come."""
         asked = replace(QUERY, **query)
         decision = decide(asked, self.fleet.snapshot(), self.policy.table)
         return asyncio.create_task(self.admission.enter(decision, key, priority))
 
     async def hold(self, tier: TierName, **query: Any) -> Admitted:
-        """Take a place that is free."""
         return await self.ask(hint=tier, require=True, **query)
 
     async def end(self, admitted: Admitted, key: str = "key") -> None:

@@ -20,7 +20,6 @@ SYSTEM = {"role": "system", "content": "You answer in one word. " * 40}
 
 
 def turns(name: str, count: int) -> list[dict[str, str]]:
-    """Return a chat that ends with a question."""
     messages = [SYSTEM, {"role": "user", "content": f"{name}: what is the capital of France? " * 20}]
     for turn in range(count - 1):
         messages.append({"role": "assistant", "content": f"Paris {turn}"})
@@ -40,7 +39,6 @@ async def ask(stack: Stack, messages: list[dict[str, str]], **more: Any) -> dict
 
 
 async def chat_route(stack: Stack, prompt: str) -> dict[str, Any]:
-    """Return what /route tells of ``fast``."""
     body = {"prompt": prompt, "system_prompt": SYSTEM["content"], "tier": "fast"}
     answer = (await stack.client.post(f"{stack.url}/route", json=body)).json()
     return next(tier for tier in answer["tiers"] if tier["tier"] == "fast")

@@ -44,7 +44,6 @@ class Shop:
     names: dict[str, str]
 
     async def ask(self, name: str, stack: int = 0, path: str = "/generate", **body: Any) -> httpx.Response:
-        """Send a request with a key."""
         at, asked = self.stacks[stack], {"prompt": "Hello, how are you?", "max_tokens": 20, "stream": False, **body}
         headers = {"authorization": f"Bearer {self.names[name]}"}
         return await at.client.post(at.url + path, json=asked, headers=headers)
@@ -57,7 +56,6 @@ class Shop:
         return used[account, month]
 
     def account(self, name: str) -> str:
-        """Return a key's account."""
         return next(f"key:{key.id}" for key in read_keys(self.keys) if key.name == name)
 
 

@@ -55,7 +55,6 @@ def chunks(text: str) -> list[dict[str, Any]]:
 
 
 def content(text: str) -> str:
-    """Return the text of a chat's stream."""
     return "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks(text) if c["choices"])
 
 

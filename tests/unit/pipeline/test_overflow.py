@@ -51,7 +51,6 @@ class Full:
     leases: list[Lease]
 
     async def post(self, path: str, body: dict[str, Any], **headers: str) -> Any:
-        """Post a body and read the whole answer."""
         return await self.router.client.post(f"{self.router.url}{path}", json=body, headers=headers)
 
     async def metric(self, outcome: str) -> float:
@@ -61,19 +60,16 @@ class Full:
         return float(next(line.removeprefix(start) for line in text.splitlines() if line.startswith(start)))
 
     async def record(self) -> dict[str, Any]:
-        """Return the record of the last request."""
         listed = await self.router.client.get(f"{self.router.url}/requests?limit=1")
         found: dict[str, Any] = listed.json()["requests"][0]
         return found
 
     async def ended(self) -> None:
-        """Wait until no request is open."""
         async with asyncio.timeout(20):
             while self.router.pipeline.registry.open:
                 await asyncio.sleep(0.01)
 
     def free(self) -> None:
-        """Free every slot."""
         while self.leases:
             self.leases.pop().release()
 
@@ -357,7 +353,6 @@ async def test_a_client_that_leaves(tmp_path: Path, *, begun: bool) -> None:
 
 
 async def _idle(behaviour: Behaviour) -> None:
-    """Wait until a fake computes nothing."""
     async with asyncio.timeout(20):
         while behaviour.running:
             await asyncio.sleep(0.01)

@@ -133,7 +133,6 @@ class Line:
         await task
 
     async def served(self, request: Asked) -> str:
-        """Return a request's answer."""
         async with self.serving(request) as active:
             assert isinstance(active.answer, EngineStream)
             return await text_of(active.answer)
@@ -153,7 +152,6 @@ class Line:
 
     @property
     def outcome(self) -> tuple[Outcome, str | None]:
-        """Return how the last request ended."""
         record = self.pipeline.registry.recent[-1]
         return record.outcome, record.error
 
@@ -162,7 +160,6 @@ class Line:
 async def line(
     log: Path | None = None, options: dict[str, Any] | None = None, **behaviours: Behaviour
 ) -> AsyncIterator[Line]:
-    """Wire a pipeline as ``wire_router`` does."""
     async with upstream_stack(options, **behaviours) as stack:
         noted, settings = Noted(), stack.settings
         parts = (stack.fleet, stack.policy, stack.upstream, stack.telemetry)

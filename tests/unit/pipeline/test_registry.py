@@ -44,7 +44,6 @@ def context(**fields: object) -> RequestContext:
 
 
 def too_long(stack: UpstreamStack) -> Decision:
-    """Return a decision that no tier serves."""
     return decide(replace(QUERY, prompt_tokens=10**6), stack.fleet.snapshot(), stack.policy.table)
 
 

@@ -64,7 +64,6 @@ async def routers(url: str, count: int = 2, waiting: Callable[[], int] = lambda:
 
 @asynccontextmanager
 async def admin(url: str) -> AsyncIterator[Any]:
-    """Connect to Redis as its operator does."""
     client = Redis.from_url(url, decode_responses=True)
     try:
         yield client

@@ -32,7 +32,6 @@ RIGHTS: dict[str, dict[str, Any]] = {
 
 
 async def usage(at: Shop, name: str, query: str = "") -> dict[str, Any]:
-    """Return what a key is shown."""
     stack = at.stacks[0]
     answer = await stack.client.get(f"{stack.url}/usage{query}", headers={"authorization": f"Bearer {at.names[name]}"})
     assert answer.status_code == 200, answer.text

@@ -32,7 +32,6 @@ def narrow(**admission: Any) -> dict[str, Any]:
 
 
 async def busy(stack: Stack) -> asyncio.Task[httpx.Response]:
-    """Take the only place."""
     stack.engines[FAST].delay_s = 0.05
     task = asyncio.create_task(stack.generate(stream=False))
     while not stack.fleet.replicas[0].in_flight:
@@ -41,7 +40,6 @@ async def busy(stack: Stack) -> asyncio.Task[httpx.Response]:
 
 
 async def queued(stack: Stack, count: int) -> None:
-    """Wait until so many requests wait."""
     async with asyncio.timeout(30):
         while f"qarr_waiting_requests {count}.0" not in (await stack.client.get(f"{stack.url}/metrics")).text:
             await asyncio.sleep(0.01)

@@ -42,7 +42,6 @@ def counted(
 
 
 def quality(*counts: AnswerCount, identities: Identities = IDENTITIES, whole: bool = True) -> QualityProfile:
-    """Return a quality profile."""
     return QualityProfile(created=AT, model="m", checkpoints=identities, tasks="made", counts=counts, whole=whole)
 
 

@@ -32,7 +32,6 @@ TABLE = PolicyParameters({TierName.FAST: LOSS, TierName.BALANCED: LOSS})
 
 
 def alone(replica: Replica, now: float) -> Load:
-    """Return a replica's load without its neighbours."""
     others, speed = replica._others if now < replica._others_until else PeerLoad(), replica.speed
     prompts = replica.prompt_tokens + others.prompt_tokens
     if prompts and speed is not None:
@@ -209,7 +208,6 @@ class World:
             self.fleet.remove(self.pick(*self.fleet.replicas))
 
     def expected(self, reserved: Collection[str], prefix: Prefix | None) -> FleetSnapshot:
-        """Return the snapshot that copying every replica gives."""
         fleet, tiers = self.fleet, []
         for spec in fleet.specs:
             members = [r for r in fleet.replicas if r.spec.name is spec.name]

@@ -18,7 +18,7 @@ MATH = PromptClass.MATH, COMPLEX
 
 @pytest.mark.parametrize(
     ("precision", "expected"),
-    [("awq-int4", 0.11), ("nvfp4", 0.11), ("unknown", 0.11), ("fp8 (stated)", 0.01), ("gptq-int8", 0.015),
+    [("awq-int4", 0.11), ("nvfp4", 0.11), ("unknown", 0.11), ("fp8 (stated)", 0.01), ("gptq-int8", 0.04),
      ("fp6", 0.02), ("bf16", 0), ("fp16", 0), ("fp8, awq-int4", 0.11)],
 )  # fmt: skip
 def test_losses_are_published_by_precision(precision: str, expected: float) -> None:

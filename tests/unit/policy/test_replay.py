@@ -40,13 +40,11 @@ PROMPTS = (
 
 @pytest.fixture
 def logs(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the module of benchmarks/ that reads logs."""
     monkeypatch.syspath_prepend(PROJECT / "benchmarks")
     return importlib.import_module("recording")
 
 
 def replay(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run the command."""
     argv = [sys.executable, "benchmarks/replay.py", *map(str, arguments)]
     return subprocess.run(argv, cwd=PROJECT, capture_output=True, text=True, timeout=60, check=False)
 
@@ -184,7 +182,6 @@ def test_what_is_no_log_is_an_error(tmp_path: Path, logs: Any) -> None:
 
 
 def read_log_of(text: str, folder: Path) -> list[object]:
-    """Return the records of a log's text."""
     path = folder / "text"
     path.write_text(text)
     return list(read_log(path))

@@ -43,7 +43,6 @@ class Idle:
 
     @property
     def in_flight(self) -> int:
-        """Return the leases that are out."""
         return sum(replica.in_flight for replica in self.fleet.replicas)
 
 

@@ -43,7 +43,6 @@ def logs(tmp_path: Path) -> Path:
 
 
 def change(folder: Path, make: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
-    """Write a folder's samples anew."""
     (path,) = folder.glob("samples_*.jsonl")
     rows = make([json.loads(line) for line in path.read_text("utf-8").splitlines()])
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")

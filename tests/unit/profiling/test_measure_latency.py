@@ -49,15 +49,12 @@ class SimulatedTiers:
     prompts: list[tuple[TierName, int]] = field(default_factory=list)
 
     async def fleet(self) -> FleetState:
-        """See ``Client``."""
         return self.state
 
     async def ask(self, path: str, tier: TierName, body: Mapping[str, Any], waiting: Callable[[], None]) -> Any:
-        """See ``Client``."""
         raise NotImplementedError
 
     async def time(self, tier: TierName, prompt: list[int], tokens: int, begun: Callable[[], None]) -> Timed:
-        """Answer after the others have had their turn."""
         self.prompts.append((tier, len(prompt)))
         load = Load(self.sequences[tier], self.waiting[tier])
         ttft_ms = TRUE.times(len(prompt), load, SEQS, 1.0).ttft_ms
@@ -74,7 +71,6 @@ class SimulatedTiers:
         return Timed(len(prompt), ttft_ms, tpot_ms, started, time.monotonic())
 
     async def undisturbed(self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]) -> bool:
-        """Take the step."""
         self.steps += 1
         waiting()
         await step()

@@ -45,7 +45,6 @@ async def connected(tmp_path: Path) -> AsyncIterator[tuple[Stack, RouterClient]]
 async def measured(
     client: RouterClient, tmp_path: Path, tasks: tuple[Task, ...] = TASKS, **plan: Any
 ) -> QualityProfile:
-    """Measure two tasks."""
     made = Plan(tasks, "two tasks", tmp_path / "journal.jsonl", **plan)
     return await measure(client, made, lambda *_: None)
 

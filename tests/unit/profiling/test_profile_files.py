@@ -28,7 +28,6 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def latency(tiers: tuple[TierName, ...], step_ms: float, machine: str = "m") -> LatencyProfile:
-    """Return a profile of some of the tiers."""
     error = FitError(median=0, p95=0)
     fits = tuple(
         Fit(tier=tier, ttft_base_ms=1, prefill_ms_per_token=1, ttft_steps=0, step_base_ms=step_ms,

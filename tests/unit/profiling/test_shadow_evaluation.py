@@ -51,7 +51,6 @@ class Evaluated:
     engines: dict[TierName, Behaviour]
 
     def offer(self, count: int = 1, tier: TierName = FAST) -> None:
-        """Offer some prompts that a tier has served."""
         for _ in range(count):
             self.evaluation.offer(decision(tier), tier, MESSAGES)
 

@@ -51,7 +51,6 @@ class Flow:
 def client_on(
     wire: Wire, *, method: str = "POST", version: str = "1.1", keep_alive: bool = True, app: Any = None
 ) -> HttpClient:
-    """Return a request's client on a wire."""
     cycle = RequestResponseCycle(
         scope={"type": "http", "method": method, "http_version": version},  # type: ignore[arg-type, typeddict-item]
         transport=wire,  # type: ignore[arg-type]
@@ -69,7 +68,6 @@ def client_on(
 
 
 async def answer(client: HttpClient, *bodies: bytes, status: int = 200, hold: bool = False, **headers: str) -> None:
-    """Send a whole answer."""
     pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     await client.send({"type": START, "status": status, "headers": pairs, HOLD: hold})
     for number, body in enumerate(bodies, 1):

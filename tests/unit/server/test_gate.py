@@ -82,7 +82,6 @@ class Doorway:
 
 @pytest.fixture
 def open_door(tmp_path: Path) -> Doorway:
-    """Return a gate without keys."""
     return Doorway(KeyStore(tmp_path / "none.json"))
 
 

@@ -49,7 +49,6 @@ class Routers:
 
     @property
     def url(self) -> str:
-        """Return where they listen."""
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self, *more: str, **settings: str) -> asyncio.subprocess.Process:
@@ -59,7 +58,6 @@ class Routers:
         return process
 
     async def begin(self, *more: str, **settings: str) -> asyncio.subprocess.Process:
-        """Start a router."""
         process = await asyncio.create_subprocess_exec(
             str(QARR), "serve", *self.arguments, *more, env={**self.environment, **settings}, stderr=asyncio.subprocess.PIPE
         )  # fmt: skip

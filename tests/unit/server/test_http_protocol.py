@@ -67,7 +67,6 @@ async def answer_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], 
 
 
 def open_at(port: int) -> int:
-    """Return how many connections the router has open."""
     found = psutil.Process().net_connections(kind="tcp")
     return sum(c.status != psutil.CONN_LISTEN and c.laddr.port == port for c in found)
 

@@ -33,7 +33,6 @@ pytestmark = pytest.mark.anyio
 
 
 def settings_of(files: Files, **more: Any) -> TlsSettings:
-    """Return the settings that serve a pair."""
     return TlsSettings(certificate=files.certificate, key=files.key, **more)
 
 

@@ -58,7 +58,6 @@ async def traces_with(stack: Stack, last: httpx.Response) -> list[dict[str, Any]
 
 
 async def trace_of(stack: Stack, answer: httpx.Response) -> dict[str, Any]:
-    """Return an answer's trace."""
     await traces_with(stack, answer)
     found: dict[str, Any] = await get(stack, f"/traces/{answer.headers['x-qarr-trace-id']}")
     return found
@@ -76,7 +75,6 @@ async def samples(stack: Stack, name: str) -> dict[tuple[str, ...], float]:
 
 
 def traced() -> tuple[Telemetry, InMemorySpanExporter]:
-    """Return telemetry that exports every span."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     return Telemetry(provider), exporter

@@ -237,7 +237,6 @@ async def test_the_sampler_decides_once_for_router_and_engines(sampler: Any, par
 
 
 def replica() -> Replica:
-    """Return a replica with an address."""
     spec = TierSpec(FAST, 2048, 16, 32, urls=("https://engine.example",), digest="d")
     return Replica("fast-0", spec, "https://engine.example", "", "m")
 

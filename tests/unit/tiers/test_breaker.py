@@ -11,7 +11,6 @@ OPTIONS = BreakerOptions(failures=3, failure_share=0.5, pause_s=1.0, longest_pau
 
 
 def opened(at: float = 0.0) -> Breaker:
-    """Return a breaker that has opened."""
     breaker = Breaker(OPTIONS)
     for _ in range(OPTIONS.failures):
         breaker.failed(at, probe=breaker.begin(at))

@@ -137,7 +137,6 @@ class Asked(EngineProbe):
 
 
 async def check(canary: Canary, answers: Sequence[tuple[int, ...]] | None = ANSWERS, spec: TierSpec = SPEC) -> None:
-    """Check an engine that gives these answers."""
     engine = type("Engine", (Asked,), {"answers": answers, "__slots__": ()})
     async with httpx.AsyncClient() as client:
         await canary.check_answers(engine(client, "http://127.0.0.1:1", ""), "m", spec, 1.0)

@@ -35,7 +35,6 @@ IDS = ("ray-fast-0", "ray-precise-0")
 
 
 def job(folder: Path) -> Job:
-    """Return a job of two replicas."""
     replicas = tuple(
         WantedReplica(name, name.split("-")[1], "/models/m", ("--model", "/models/m"), {"A": "1"}, {"CPU": 2.0})
         for name in IDS
@@ -99,13 +98,11 @@ class Running:
         self.task = asyncio.create_task(self.engines.run())
 
     def order(self, told: Any) -> None:
-        """Tell the placement what to tell."""
         part = self.orders.with_suffix(".part")
         part.write_text(json.dumps(told))
         part.replace(self.orders)
 
     def named(self) -> dict[str, list[str]]:
-        """Return the engines' file."""
         found: dict[str, list[str]] = json.loads(Path(self.job.engines_file).read_text())
         return found
 
@@ -116,7 +113,6 @@ class Running:
             await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
-        """Cancel the runner."""
         self.task.cancel()
         with suppress(asyncio.CancelledError):
             await self.task

@@ -103,7 +103,6 @@ def test_the_routers_secrets_do_not_reach_an_engine() -> None:
 
 
 def option(argv: list[str], name: str) -> str:
-    """Return what an option is given."""
     return argv[argv.index(name) + 1]
 
 

@@ -46,7 +46,6 @@ def write(path: Path, named: Any) -> None:
 
 
 def states(supervisor: Supervisor) -> list[str]:
-    """Return the tiers' states."""
     return [tier.state.value for tier in supervisor.fleet.snapshot().tiers]
 
 

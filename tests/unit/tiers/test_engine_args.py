@@ -55,7 +55,6 @@ def python(tmp_path: Path) -> Path:
 
 
 def started(tmp_path: Path) -> int:
-    """Return how often vLLM was asked."""
     path = tmp_path / "started"
     return len(path.read_text().split()) if path.exists() else 0
 

@@ -282,7 +282,6 @@ def test_a_reserved_replica_has_no_place_for_others() -> None:
 
 
 def ready(fleet: Fleet) -> Replica:
-    """Return the only replica."""
     (replica,) = fleet.replicas
     return replica
 
@@ -297,7 +296,6 @@ def taker(
 
 
 def leased(fleet: Fleet, prompt_tokens: int = 1, max_tokens: int = 1, **more: Any) -> Lease:
-    """Take a lease that must be there."""
     lease = fleet.lease(FAST, prompt_tokens=prompt_tokens, max_tokens=max_tokens, **more)
     assert lease is not None
     return lease

@@ -74,7 +74,6 @@ async def test_a_measurement_beside_a_request_does_not_count() -> None:
 
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look and measure at short intervals."""
     for name in ("POLL_S", "QUIET_S", "PAUSE_S"):
         monkeypatch.setattr(f"tiers.lifecycle.idle_speed.{name}", 0.005)
 

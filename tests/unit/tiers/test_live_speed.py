@@ -139,7 +139,6 @@ async def test_replicas_that_were_removed_are_forgotten(monkeypatch: pytest.Monk
 
 
 async def ask(client: httpx.AsyncClient, url: str, until: asyncio.Event, source: random.Random) -> None:
-    """Ask again and again."""
     while not until.is_set():
         body = {"prompt": "word " * source.randint(1, 40), "tier": "fast", "tier_policy": "require", "max_tokens": 64}
         assert (await client.post(f"{url}/generate", json=body)).status_code == 200

@@ -36,7 +36,6 @@ QARR = Path(sys.executable).with_name("qarr")
 
 
 async def finished(own: Own, kind: Kind, replica: str) -> Operation:
-    """Begin an operation and wait for its end."""
     operation = own.supervisor.operations.begin(kind, replica)
     await until(lambda: operation.state != "running")
     return operation

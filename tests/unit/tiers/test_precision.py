@@ -22,7 +22,6 @@ BF16 = CONFIGS[TierName.PRECISE]
 
 
 def quantized(method: str, **fields: Any) -> dict[str, Any]:
-    """Return a configuration with a quantization method."""
     return {"torch_dtype": "bfloat16", "quantization_config": {"quant_method": method, **fields}}
 
 

@@ -12,7 +12,6 @@ from tiers.private_files import make_private_folder, open_private
 
 
 def mode(path: Path) -> int:
-    """Return a path's permissions."""
     return stat.S_IMODE(path.stat().st_mode)
 
 

@@ -145,7 +145,6 @@ def test_counters_are_added_and_subtracted_field_by_field() -> None:
 
 
 async def readings(page: str) -> tuple[Gauges, Counters]:
-    """Read a page of metrics."""
     async with serving(FakeEngine(Behaviour(instead={METRICS: page})).app) as url, httpx.AsyncClient() as client:
         return await EngineProbe(client, url, "").readings()
 

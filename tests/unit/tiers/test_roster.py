@@ -59,7 +59,6 @@ def ids(supervisor: Supervisor, state: ReplicaState | None = READY) -> list[str]
 
 
 def add(supervisor: Supervisor, url: str, tier: TierName = FAST) -> Replica:
-    """Add an engine as an operator does."""
     return supervisor.operations.roster.add(tier, url)
 
 

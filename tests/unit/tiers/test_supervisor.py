@@ -148,7 +148,6 @@ async def test_a_profile_that_comes_during_a_measurement_counts(tmp_path: Path) 
 async def watching(
     tmp_path: Path, *behaviours: Behaviour, on_change: Callable[[Replica], None] = lambda _replica: None
 ) -> AsyncIterator[Fleet]:
-    """Watch engines of one tier that run elsewhere."""
     async with serving_all(*(FakeEngine(behaviour).app for behaviour in behaviours)) as urls:
         fleet = Fleet((TierSpec(TierName.FAST, 2048, 16, 32, urls=tuple(urls)),))
         supervisor = Supervisor(fleet, SupervisorOptions(tmp_path), on_change)

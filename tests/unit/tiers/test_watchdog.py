@@ -88,7 +88,6 @@ def test_an_engine_that_is_slow_for_long_is_worn() -> None:
 
 
 def _later(counters: Counters, answers: int, ttft_s: float, hits: float = 0.0) -> Counters:
-    """Count more answers of prompts of 136 tokens."""
     new = 136.0 * answers
     return Counters(
         prompt_tokens=counters.prompt_tokens + new,

@@ -23,7 +23,6 @@ def replica(tier: TierName = TierName.FAST, **values: Any) -> Replica:
 
 
 def relay(body: bytes | dict[str, Any], **values: Any) -> RelayRequest:
-    """Return a request for a chat completion."""
     document = JsonObject.parse(body if isinstance(body, bytes) else json.dumps(body).encode())
     asked: dict[str, Any] = {"path": "/v1/chat/completions", "operation": "chat", "request_id": "r", "streamed": False}
     return RelayRequest(document=document, **{**asked, "priority": None, "wants_usage": False, **values})

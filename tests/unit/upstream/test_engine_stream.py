@@ -130,7 +130,6 @@ async def test_a_silent_engine_has_stalled() -> None:
 
 
 async def rest(answer: EngineStream, _broken: EngineBroke) -> AsyncGenerator[Chunk, None]:
-    """Continue any answer by two tokens."""
     assert answer.progress is not None
     for chunk in (Chunk(text=" new", token_ids=[1]), Chunk(text=" end", token_ids=[2], finish_reason="stop")):
         answer.progress.note(chunk)

@@ -10,7 +10,6 @@ from router.upstream.sse import Chunk
 
 
 def spoken(progress: Progress, *chunks: tuple[str, tuple[int, ...]]) -> Progress:
-    """Note chunks of text and token ids."""
     for text, ids in chunks:
         progress.note(Chunk(text=text, token_ids=ids))
     return progress

@@ -78,7 +78,6 @@ class Reader:
         return self._takes > 0
 
     async def read(self) -> None:
-        """Read to the end."""
         await self.connection.head()
         while True:
             await self._source.pump(self.take)

@@ -28,7 +28,6 @@ def answering(limit_s: float) -> Connection:
 
 
 async def read(connection: Connection) -> bytes:
-    """Read what comes next."""
     return await anext(Body(connection, lambda _: None))
 
 

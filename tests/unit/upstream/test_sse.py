@@ -19,12 +19,10 @@ pytestmark = pytest.mark.anyio
 
 
 def event(number: int) -> bytes:
-    """Return an event with a chunk."""
     return b'data: {"choices":[],"n":%d}\n\n' % number
 
 
 def chunk(number: int) -> Chunk:
-    """Return what that event holds."""
     return Chunk(event(number).strip(), {"choices": [], "n": number})
 
 
@@ -36,7 +34,6 @@ class Parts(httpx.AsyncByteStream):
         self.reading = False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """Yield the parts."""
         self.reading = True
         try:
             for part in self._parts:

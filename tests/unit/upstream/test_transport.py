@@ -68,7 +68,6 @@ def connection_with_request(*, head_only: bool = False) -> tuple[Connection, Wir
 
 
 async def body_of(connection: Connection) -> bytes:
-    """Read an answer to its end."""
     await connection.head()
     return b"".join([part async for part in Body(connection, lambda _: None)])
 
@@ -284,14 +283,12 @@ class Engine:
         self._answer = answer
 
     async def request(self, reader: asyncio.StreamReader) -> bytes:
-        """Read one request's body."""
         head = await reader.readuntil(b"\r\n\r\n")
         self.heads.append(head)
         found = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
         return await reader.readexactly(int(found[0].split(b":")[1])) if found else b""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection."""
         self.connections += 1
         try:
             await self._answer(self, reader, writer)
@@ -305,7 +302,6 @@ class Engine:
 
 @asynccontextmanager
 async def engine_with(answer: Any) -> AsyncIterator[Engine]:
-    """Run such a server."""
     engine = Engine(answer)
     server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
     engine.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -316,8 +312,6 @@ async def engine_with(answer: Any) -> AsyncIterator[Engine]:
 
 
 def answers(*pieces: bytes, times: int = 100) -> Any:
-    """Return what answers every request with some pieces."""
-
     async def answer(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for _ in range(times):
             await engine.request(reader)

@@ -36,7 +36,6 @@ LLAMA: dict[str, Any] = {
 
 
 def read(name: str) -> dict[str, Any]:
-    """Return the configuration of a published model."""
     found: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_bytes())
     return found
 

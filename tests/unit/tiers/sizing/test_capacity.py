@@ -33,7 +33,6 @@ class Steady:
 
 
 def planned(name: str, gpus: str, demand: Demand = DEMAND, **options: object) -> FleetPlan:
-    """Plan a published model."""
     kind, count = parse_gpus(gpus)
     return plan_on_gpus(architecture(read(name)), kind, count, demand, prices=read_prices(), **options)  # type: ignore[arg-type]
 

@@ -30,7 +30,6 @@ class Hub(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Return the hub's address."""
         return f"http://127.0.0.1:{self.server_port}/"
 
 
