@@ -49,7 +49,9 @@ def _pieces(text: str, reading: Reading, model: Model) -> dict[str, NDArray[np.f
     """Return what each word, with its place and its letters, each pair of words and each mark adds to the outputs."""
     part = f"{excerpt(text)}\n"
     starts = reading.starts.tolist()
-    names = [part[start:end].rstrip(" ") for start, end in zip(starts, [*starts, len(part)][1:], strict=True)]
+    ends = [*starts, len(part)][1:]
+    names = [part[start:end].strip(" \n") or "line break" for start, end in zip(starts, ends, strict=True)]
+    names[-1:] = ["end of the prompt"]  # the line break that is added to each prompt
     names += [f"{first} {second}" for first, second in pairwise(names)]
     words, runs = reading.words, reading.runs
     weights = model.table[reading.rows] * (row_weights(reading)[:, None] * model.scale)
@@ -58,8 +60,7 @@ def _pieces(text: str, reading: Reading, model: Model) -> dict[str, NDArray[np.f
     weights[words:runs] += units @ counting
     sums: dict[str, NDArray[np.float32]] = {}
     for owner, adds in zip(_owners(reading, len(part)), weights, strict=True):
-        name = (names[owner].strip("\n") if names else "") or "line break"
-        sums[name] = sums.get(name, 0) + adds
+        sums[names[owner]] = sums.get(names[owner], 0) + adds
     for mark in reading.marks:
         sums[mark] = model.shape[PAIRS + list(MARKS).index(mark)]
     return sums

@@ -1,1 +1,22 @@
 """The router: HTTP in and out. Composes the classifier and the fleet."""
+
+import logging
+import os
+from importlib.metadata import entry_points
+
+
+def leave_out_unknown(variable: str, group: str) -> None:
+    """Leave out of a variable what is not installed: the import of OpenTelemetry, which reads it, would fail."""
+    if given := os.environ.get(variable):
+        known = entry_points(group=group).names | {"none"}
+        named = [name.strip() for name in given.split(",")]
+        if unknown := [name for name in named if name not in known]:
+            os.environ[variable] = ",".join(name for name in named if name in known)
+            message = "%s=%s: %s is not installed and left out; installed: %s"
+            logging.getLogger(f"qarr.{__name__}").warning(
+                message, variable, given, ", ".join(unknown), ", ".join(sorted(known))
+            )
+
+
+leave_out_unknown("OTEL_PROPAGATORS", "opentelemetry_propagator")
+leave_out_unknown("OTEL_PYTHON_CONTEXT", "opentelemetry_context")

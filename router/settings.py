@@ -50,7 +50,12 @@ if TYPE_CHECKING:
 
 PREFIX = "QARR_"
 MOST_REPLICAS = 64  # of a tier on one machine
-PLAIN_VARIABLES = {"QARR_CONFIG", "QARR_CACHE_DIR", "QARR_KEY"}  # variables with the prefix that are not settings
+PLAIN_VARIABLES = {"QARR_CONFIG", "QARR_CACHE_DIR", "QARR_KEY", "QARR_URL"}  # with the prefix, but no settings
+# What Kubernetes sets in pods for a Service that is named qarr or qarr-something, as NAME=VALUE.
+_SERVICE_LINK = re.compile(
+    r"QARR_(\w+_)?(SERVICE_HOST=[\da-f.:]+|SERVICE_PORT(_\w+)?=\d+|PORT(_\d+_[A-Z]+)?=[a-z]+://\S+"
+    r"|PORT_\d+_[A-Z]+_(PROTO=[a-z]+|PORT=\d+|ADDR=[\da-f.:]+))"
+)
 TRACE_ID = "{trace_id}"  # placeholder in the address of a trace viewer
 _SECRET = re.compile(
     r"state\.redis_url|(engine|overflow)\.api_key|tiers\.[^.]+\.env(\..*)?"
@@ -66,8 +71,8 @@ class SettingsError(Exception):
 def cache_dir() -> Path:
     """Return the folder for checkpoints, profiles and logs: ``QARR_CACHE_DIR``, else in the user's cache folder."""
     if named := os.environ.get("QARR_CACHE_DIR"):
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qarr"
+        return Path(os.path.expanduser(named))  # noqa: PTH111  pathlib's fails without a home folder
+    return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "qarr"
 
 
 def runtime_dir() -> Path:
@@ -78,12 +83,28 @@ def runtime_dir() -> Path:
 
 def state_dir() -> Path:
     """Return the folder for what must outlive a restart and can not be made again."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "qarr"
+    return Path(os.environ.get("XDG_STATE_HOME") or _home() / ".local/state") / "qarr"
 
 
 def config_dir() -> Path:
     """Return the folder for what a user configures."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "qarr"
+    return Path(os.environ.get("XDG_CONFIG_HOME") or _home() / ".config") / "qarr"
+
+
+def _home() -> Path:
+    """Return the user's home folder; ``QARR_CACHE_DIR`` for a user without one, as containers have with any user id.
+
+    Raises:
+        SettingsError: There is neither.
+    """
+    with suppress(RuntimeError):
+        return Path.home()
+    if os.environ.get("QARR_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME"):
+        return cache_dir()
+    raise SettingsError(
+        "this user has no home folder: set QARR_CACHE_DIR to a folder for checkpoints, profiles and logs, and perhaps "
+        "XDG_CONFIG_HOME for keys and XDG_STATE_HOME for usage, which are kept there else; or set HOME"
+    )
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -1101,8 +1122,8 @@ def _check_variables() -> None:
     Raises:
         SettingsError: A variable sets nothing.
     """
-    for name in os.environ:
-        if not name.startswith(PREFIX) or name in PLAIN_VARIABLES:
+    for name, value in os.environ.items():
+        if not name.startswith(PREFIX) or name in PLAIN_VARIABLES or _SERVICE_LINK.fullmatch(f"{name}={value}"):
             continue
         parts = name.removeprefix(PREFIX).lower().split("__")
         key = ".".join(parts)

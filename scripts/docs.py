@@ -38,6 +38,7 @@ COMMANDS = (
     ("top",),
     ("logs",),
     ("doctor",),
+    ("health",),
     ("keys",),
     *(("keys", name) for name in ("add", "list", "revoke")),
     ("profile",),
@@ -50,7 +51,8 @@ SETTINGS_HEAD = """# Settings
 
 `<cache>` is `QARR_CACHE_DIR`, by default `~/.cache/qarr`; `<config>` is `$XDG_CONFIG_HOME/qarr`, by default
 `~/.config/qarr`; `<state>` is `$XDG_STATE_HOME/qarr`, by default `~/.local/state/qarr`; `<runtime>` is
-`$XDG_RUNTIME_DIR/qarr`, or `<cache>/run` if that is not set; `<project>` is the checkout.
+`$XDG_RUNTIME_DIR/qarr`, or `<cache>/run` if that is not set; `<project>` is the checkout. For a user without a home
+folder `<cache>` takes its place.
 
 A TOML file (`--config` or `QARR_CONFIG`) or the environment sets them, as in `QARR_SERVER__PORT=8081`. The command line
 takes precedence over the environment, the environment over the file. A tier of another name, such as `[tiers.int8]`,

@@ -69,7 +69,8 @@ class Admin:
 
     async def _list(self, request: Request) -> Response:
         check_admin(request, self._keys)
-        return json_response({"operations": [_render(operation) for operation in self._operations.records]})
+        listed = [_render(operation) for operation in self._operations.records]
+        return json_response({"operations": listed, "restartable": self._operations.restartable})
 
     async def _one(self, request: Request) -> Response:
         check_admin(request, self._keys)

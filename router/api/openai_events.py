@@ -75,7 +75,6 @@ class RelayedEvents:
         return [describe(error).event(ErrorForm.OPENAI, {}) + SEPARATOR]
 
     def _event(self, chunk: Chunk) -> bytes | None:
-        """Return the event for a chunk; None where it is left out."""
         raw, data = chunk.raw, chunk.data
         if data is None:
             return raw or self._made(chunk)

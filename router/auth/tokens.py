@@ -216,7 +216,6 @@ class Tokens:
             raise Unauthorized(said) from None
 
     def _signer(self, kid: str | None) -> Signer:
-        """Return the key that a token names; the only one, if it names none."""
         if kid is None and len(self._signers) == 1:
             return next(iter(self._signers.values()))
         found = self._signers.get(kid)

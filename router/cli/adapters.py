@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from router.cli.client import URL, KeyOption, RouterApiClient, UrlOption
-from router.cli.common import print_table
+from router.cli.client import KeyOption, RouterApiClient, UrlOption, check_no_options
+from router.cli.common import ConfigOption, print_table
 from tiers.errors import OperationError
 from tiers.spec import TierName
 
@@ -30,15 +30,24 @@ TierOption = Annotated[
 
 
 @adapters_app.callback(invoke_without_command=True)
-def adapters_list(context: typer.Context, url: UrlOption = URL, key: KeyOption = "") -> None:
+def adapters_list(
+    context: typer.Context, url: UrlOption = "", key: KeyOption = "", config: ConfigOption = None
+) -> None:
     """Show the LoRA adapters of the running fleet; load and unload them."""
     if context.invoked_subcommand is None:
-        _print_adapters(RouterApiClient(url, key).ask("/tiers")["tiers"])
+        _print_adapters(RouterApiClient(url, key, config).ask("/tiers")["tiers"])
+    else:
+        check_no_options(context)
 
 
 @adapters_app.command("load")
 def adapters_load(
-    name: NameArgument, folder: PathArgument, tier: TierOption = None, url: UrlOption = URL, key: KeyOption = ""
+    name: NameArgument,
+    folder: PathArgument,
+    tier: TierOption = None,
+    url: UrlOption = "",
+    key: KeyOption = "",
+    config: ConfigOption = None,
 ) -> None:
     """Load an adapter into running engines. They need `lora.at_run_time`, and load it again after each restart.
 
@@ -47,13 +56,13 @@ def adapters_load(
     body: dict[str, Any] = {"name": name, "path": folder}
     if tier:
         body["tiers"] = list(tier)
-    _report(RouterApiClient(url, key).ask("/admin/adapters", "POST", body, timeout_s=LOAD_S))
+    _report(RouterApiClient(url, key, config).ask("/admin/adapters", "POST", body, timeout_s=LOAD_S))
 
 
 @adapters_app.command("unload")
-def adapters_unload(name: NameArgument, url: UrlOption = URL, key: KeyOption = "") -> None:
+def adapters_unload(name: NameArgument, url: UrlOption = "", key: KeyOption = "", config: ConfigOption = None) -> None:
     """Unload an adapter from all engines that have it. Requests for it are refused from then on."""
-    _report(RouterApiClient(url, key).ask(f"/admin/adapters/{name}", "DELETE", timeout_s=LOAD_S))
+    _report(RouterApiClient(url, key, config).ask(f"/admin/adapters/{name}", "DELETE", timeout_s=LOAD_S))
 
 
 def _report(answer: dict[str, Any]) -> None:

@@ -11,20 +11,23 @@ import typer
 from pydantic_core import to_json
 
 from classifier import explain, extract
+from router.cli.client import KeyOption, RouterApiClient, UrlOption
 from router.cli.common import ConfigOption, err, fail, tier_settings
 from router.deployment.layout import make_counter, named_counter, prepare_options, tier_spec
 from router.policy.decide import decide
 from router.policy.decision import Query
 from router.policy.render import render_features
 from router.policy.table import policy_table
-from router.settings import load_settings
+from router.settings import SettingsError, load_settings
 from tiers.checkpoints.prepare import finished
+from tiers.errors import OperationError
 from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
 from tiers.spec import ReplicaState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from classifier import PromptFeatures
     from router.settings import Settings
 
 
@@ -34,20 +37,41 @@ def classify(
         bool, typer.Option("--jsonl", help='Read {"text": ...} lines, write one JSON object a line.')
     ] = False,
     tokenizer: Annotated[Path | None, typer.Option(help="Model folder with tokenizer.json.", metavar="DIR")] = None,
+    url: UrlOption = "",
+    key: KeyOption = "",
     config: ConfigOption = None,
 ) -> None:
-    """Show what the classifier finds in a prompt and why, and the tier that an idle fleet would serve it with."""
+    """Show what the classifier finds in a prompt and why, and the tier that the running router would serve it with.
+
+    Where none answers, that of an idle fleet without measurements.
+    """
     settings = load_settings(config)
     counter = named_counter(tokenizer) if tokenizer is not None else make_counter(_prepared_folder(settings))
     if not counter.exact:
         err.print("no tokenizer yet ('qarr model prepare' makes one): tokens are estimated")
+    alone = ""
+    try:
+        router = RouterApiClient(url, key, config)
+        router.ask("/tiers")
+    except (OperationError, SettingsError) as error:
+        alone = str(error)
     fleet = idle_fleet(settings)
     policy = policy_table(settings.policy, [tier.spec for tier in fleet.tiers])
 
     def classified(prompt: str) -> dict[str, Any]:
         features = extract(prompt, counter)
-        decision = decide(Query(features, features.tokens, settings.limits.default_max_tokens), fleet, policy)
-        return {**render_features(features), "tier": decision.tier, "reason": decision.reason, "why": _reasons(prompt)}
+        tier, reason = decided(prompt, features)
+        return {**render_features(features), "tier": tier, "reason": reason, "why": _reasons(prompt)}
+
+    def decided(prompt: str, features: PromptFeatures) -> tuple[Any, str]:
+        if alone:
+            decision = decide(Query(features, features.tokens, settings.limits.default_max_tokens), fleet, policy)
+            return decision.tier, f"{alone}; an idle fleet without measurements: {decision.reason}"
+        try:
+            found = router.ask("/route", "POST", {"prompt": prompt})
+        except OperationError as error:
+            return None, str(error)
+        return found["tier"], found["reason"]
 
     if jsonl:
         for prompt in _jsonl_prompts(sys.stdin.buffer):

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import ssl
-from typing import Annotated, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any
 
 import httpx
 import typer
 
+from router.cli.common import err, http_url, plain
+from router.settings import SettingsError, load_settings
 from tiers.errors import OperationError
 
-URL = "http://127.0.0.1:8080"
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from router.settings import Settings, TlsSettings
+
 TIMEOUT_S = 30.0
 KEY_NEEDED = "the router needs a key: give one with --key or in the variable QARR_KEY"
-UrlOption = Annotated[str, typer.Option(help="The running router.")]
+END_OF_FIRST = "-----END CERTIFICATE-----"
+UrlOption = Annotated[
+    str, typer.Option(help="The running router; by default the one of the settings.", envvar="QARR_URL")
+]
 KeyOption = Annotated[
     str, typer.Option(help="A key for the router; operations need one made with --admin.", envvar="QARR_KEY")
 ]
@@ -26,9 +36,9 @@ class NotFound(OperationError):
 class RouterApiClient:
     """A client of the running router."""
 
-    def __init__(self, url: str, key: str) -> None:
-        self.url = url.rstrip("/")
-        self._client = httpx.Client(headers=authorization(key), timeout=TIMEOUT_S, trust_env=False, verify=trusted(url))
+    def __init__(self, url: str, key: str, config: Path | None = None) -> None:
+        self.url, verify = find_router(url, config)
+        self._client = httpx.Client(headers=authorization(key), timeout=TIMEOUT_S, trust_env=False, verify=verify)
 
     def ask(
         self, path: str, method: str = "GET", body: dict[str, Any] | None = None, timeout_s: float = TIMEOUT_S
@@ -61,21 +71,82 @@ def _said(answer: dict[str, Any]) -> str:
     return "; ".join(wrong) or str(answer.get("detail", answer))
 
 
-def trusted(url: str) -> ssl.SSLContext | bool:
-    """Return by which authorities a router's certificate is trusted: those of ``tls.ca``, else the system's.
+def find_router(url: str, config: Path | None = None) -> tuple[str, ssl.SSLContext | bool]:
+    """Return a running router's URL, by default that of the settings, and its trusted certificates; print the URL.
 
     Raises:
-        SettingsError: The settings are not valid, or the file cannot be used.
+        SettingsError: The settings are not valid, or name no port.
     """
-    if not url.startswith("https:"):
-        return True
-    from router.settings import SettingsError, load_settings  # noqa: PLC0415  takes a while, and few need it
+    named = url.rstrip("/")
+    if named.startswith("http:"):
+        verify: ssl.SSLContext | bool = True
+    else:
+        settings = load_settings(config)
+        if not named and not settings.server.port:
+            raise SettingsError("server.port is 0, any free port: name the running router with --url or QARR_URL")
+        verify, named = trusted(settings, named), named or own_url(settings)
+    err.print(plain(f"router {named}"))
+    return named, verify
 
-    ca = load_settings().tls.ca
+
+def own_url(settings: Settings) -> str:
+    """Return the URL at which a router with these settings answers on this machine."""
+    host, scheme = settings.server.host, "http" if settings.tls.certificate is None else "https"
+    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+    return http_url(host, settings.server.port, scheme)
+
+
+def trusted(settings: Settings, url: str = "") -> ssl.SSLContext | bool:
+    """Return which certificates a router may show: of the settings' own router (no ``url``) only ``tls.certificate``.
+
+    It need not name the address. Other routers' are of the authorities of ``tls.ca``, or else of the system's.
+
+    Raises:
+        SettingsError: The file of authorities cannot be used.
+    """
+    tls = settings.tls
+    if (url or own_url(settings)).startswith("http:"):
+        return True
+    if not url:
+        with suppress(OSError, ValueError):  # this user may not read it
+            return _only_own(tls)
     try:
-        return ssl.create_default_context(cafile=ca) if ca is not None else True
+        return ssl.create_default_context(cafile=tls.ca) if tls.ca is not None else True
     except (OSError, ValueError) as error:
-        raise SettingsError(f"tls.ca: {ca} cannot be used ({error}); a PEM file of authorities is allowed") from None
+        raise SettingsError(
+            f"tls.ca: {tls.ca} cannot be used ({error}); a PEM file of authorities is allowed"
+        ) from None
+
+
+def _only_own(tls: TlsSettings) -> ssl.SSLContext:
+    assert tls.certificate is not None
+    own, end, _ = tls.certificate.read_text("ascii").partition(END_OF_FIRST)
+    context = ssl.create_default_context(cadata=own + end)
+    if tls.ca is not None:  # the settings may name another certificate than the one that is still in use
+        context.load_verify_locations(tls.ca)
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.check_hostname = False
+    load_own(context, tls)
+    return context
+
+
+def load_own(context: ssl.SSLContext, tls: TlsSettings) -> None:
+    """Show the router's own certificate to it, if this user may read its key: ``tls.client_ca`` may want one."""
+    if tls.certificate is not None:
+        with suppress(OSError):
+            context.load_cert_chain(tls.certificate, tls.key)
+
+
+def check_no_options(context: typer.Context) -> None:
+    """Check that no option stands before a subcommand, which would not get it.
+
+    Raises:
+        typer.BadParameter: One does.
+    """
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(f"give --{name} after '{context.invoked_subcommand}', which would not get it here")
 
 
 def authorization(key: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from router.cli.client import URL, UrlOption, trusted
+from router.cli.client import UrlOption, find_router
 from router.cli.common import ConfigOption, clock, err, plain, print_table
 from router.policy.profiles import REFERENCE, ProfileError, load_latency
 from router.profiling.client import connect
@@ -36,7 +36,7 @@ profile_app = typer.Typer(help="Measure the loss and the speed of a running flee
 
 @profile_app.command("quality")
 def profile_quality(
-    url: UrlOption = URL,
+    url: UrlOption = "",
     tasks: Annotated[
         Path,
         typer.Option(
@@ -74,7 +74,7 @@ def profile_quality(
         log("code that the model writes is run in a sandbox: no network, no files, 2 s and 512 MiB each")
 
     async def measured() -> QualityProfile:
-        async with _connected(url) as client:
+        async with _connected(url, config) as client:
             return await measure(client, plan, lambda step, done, total: log(f"{done} of {total}: {step}"))
 
     with only_one(folder):
@@ -93,7 +93,7 @@ def profile_import(
             help="Samples that lm-evaluation-harness logged, of one tier or of all (repeat for more folders).",
         ),
     ],
-    url: UrlOption = URL,
+    url: UrlOption = "",
     classes: Annotated[
         Path | None,
         typer.Option(help="Classes of further harness tasks by pattern, JSON or TOML.", show_default=False),
@@ -110,7 +110,7 @@ def profile_import(
     runs = [_tier_and_folder(text) for text in lm_eval]
 
     async def running() -> FleetState:
-        async with _connected(url) as client:
+        async with _connected(url, config) as client:
             return await client.fleet()
 
     with only_one(folder):
@@ -125,7 +125,7 @@ def profile_import(
 
 @profile_app.command("latency")
 def profile_latency(
-    url: UrlOption = URL,
+    url: UrlOption = "",
     step: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="About how long one step may take.")] = 8.0,
     tier: Annotated[
         list[TierName] | None,
@@ -145,7 +145,7 @@ def profile_latency(
     plan = LatencyPlan(step_s=step, tiers=tuple(tier or ()))
 
     async def measured() -> LatencyProfile:
-        async with _connected(url) as client:
+        async with _connected(url, config) as client:
             return await measure_latency(client, plan, lambda what, _done, _total: log(what))
 
     with only_one(folder):
@@ -179,13 +179,14 @@ class _Log:
 
 
 @asynccontextmanager
-async def _connected(url: str) -> AsyncIterator[RouterClient]:
+async def _connected(url: str, config: Path | None) -> AsyncIterator[RouterClient]:
     """Open a client of a router that does not measure itself at the moment.
 
     Raises:
         ProfileError: The router measures itself.
     """
-    async with connect(url.rstrip("/"), os.environ.get("QARR_KEY", ""), verify=trusted(url)) as client:
+    url, verify = find_router(url, config)
+    async with connect(url, os.environ.get("QARR_KEY", ""), verify=verify) as client:
         measuring = (await client.fleet()).measuring
         if measuring is not None:
             raise ProfileError(

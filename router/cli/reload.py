@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import typer
 
-from router.cli.client import URL, KeyOption, RouterApiClient, UrlOption
+from router.cli.client import KeyOption, RouterApiClient, UrlOption
+from router.cli.common import ConfigOption  # noqa: TC001  typer reads it
 
 
-def reload(url: UrlOption = URL, key: KeyOption = "") -> None:
+def reload(url: UrlOption = "", key: KeyOption = "", config: ConfigOption = None) -> None:
     """Have the running router take over its changed settings, without a restart: all of them, or none.
 
     It reads the file and variables that it was started with. SIGHUP does the same.
     """
-    changed = RouterApiClient(url, key).ask("/admin/reload", "POST")["changed"]
+    changed = RouterApiClient(url, key, config).ask("/admin/reload", "POST")["changed"]
     for change in changed:
         typer.echo(f"{change['setting']}: {change['before']} -> {change['after']}")
     typer.echo(f"settings reloaded: {len(changed)} changed")

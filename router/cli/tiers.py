@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from router.cli.client import URL, KeyOption, RouterApiClient, UrlOption
+from router.cli.client import KeyOption, RouterApiClient, UrlOption, check_no_options
 from router.cli.common import ConfigOption, check_tier, clock, err, plain, print_table
 from router.deployment.layout import speed_machine
 from router.deployment.options import make_canary
@@ -41,15 +41,17 @@ EngineArgument = Annotated[str, typer.Argument(metavar="URL", help="Of the engin
 
 
 @tiers_app.callback(invoke_without_command=True)
-def tiers_list(context: typer.Context, url: UrlOption = URL, key: KeyOption = "") -> None:
+def tiers_list(context: typer.Context, url: UrlOption = "", key: KeyOption = "", config: ConfigOption = None) -> None:
     """Show the running fleet; add, remove, drain, resume, restart and recycle its replicas."""
     if context.invoked_subcommand is None:
-        _print_fleet(RouterApiClient(url, key).ask("/tiers"))
+        _print_fleet(RouterApiClient(url, key, config).ask("/tiers"))
+    else:
+        check_no_options(context)
 
 
 def _operation(kind: Kind) -> Callable[..., None]:
-    def operate(target: TargetArgument, url: UrlOption = URL, key: KeyOption = "") -> None:
-        router = RouterApiClient(url, key)
+    def operate(target: TargetArgument, url: UrlOption = "", key: KeyOption = "", config: ConfigOption = None) -> None:
+        router = RouterApiClient(url, key, config)
         for replica in _replicas(router.ask("/tiers"), target):
             _follow(router, kind, replica)
 
@@ -62,12 +64,14 @@ TierArgument = Annotated[TierName, typer.Argument(parser=TierName, metavar="TIER
 
 
 @tiers_app.command("add")
-def tiers_add(tier: TierArgument, engine: EngineArgument, url: UrlOption = URL, key: KeyOption = "") -> None:
+def tiers_add(
+    tier: TierArgument, engine: EngineArgument, url: UrlOption = "", key: KeyOption = "", config: ConfigOption = None
+) -> None:
     """Add an engine that runs elsewhere to a tier. It is warmed up and compared before it gets requests.
 
     A restart of the router forgets it: name it in `tiers.<name>.urls` or in `discovery.file` to keep it.
     """
-    router = RouterApiClient(url, key)
+    router = RouterApiClient(url, key, config)
     replica = router.ask("/admin/replicas", "POST", {"tier": tier, "url": engine})["id"]
     last, started = "", time.monotonic()
     while (now := _find(router.ask("/tiers"), replica))["state"] in COMING:
@@ -87,14 +91,15 @@ def tiers_add(tier: TierArgument, engine: EngineArgument, url: UrlOption = URL, 
 def tiers_remove(
     replica: Annotated[str, typer.Argument(metavar="REPLICA", help="Its id, or its engine's URL.")],
     now: Annotated[bool, typer.Option("--now", help="Do not wait for open requests.")] = False,
-    url: UrlOption = URL,
+    url: UrlOption = "",
     key: KeyOption = "",
+    config: ConfigOption = None,
 ) -> None:
     """Drain an engine that runs elsewhere, and forget it. The engine itself goes on running.
 
     A restart of the router adds it again if `tiers.<name>.urls` has it.
     """
-    router = RouterApiClient(url, key)
+    router = RouterApiClient(url, key, config)
     _follow(router, "remove", _named(router.ask("/tiers"), replica), {"now": now})
 
 

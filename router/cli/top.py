@@ -16,8 +16,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from router.cli.client import KEY_NEEDED, URL, KeyOption, UrlOption, authorization, no_answer, trusted
-from router.cli.common import output, printable
+from router.cli.client import KEY_NEEDED, KeyOption, UrlOption, authorization, find_router, no_answer
+from router.cli.common import ConfigOption, output, printable
 from router.policy.losses import one_in
 from router.telemetry.logs import shown_ms
 from tiers.errors import OperationError
@@ -37,15 +37,18 @@ NEARLY_FULL = 0.88  # of the KV cache
 
 
 def top(
-    url: UrlOption = URL,
+    url: UrlOption = "",
     key: KeyOption = "",
+    config: ConfigOption = None,
     once: Annotated[bool, typer.Option("--once", help="Print how it is now, as text, and end.")] = False,
 ) -> None:
     """Show live tiers and requests until Ctrl-C."""
     records: deque[dict[str, Any]] = deque(maxlen=KEPT_RECORDS)
+    url, verify = find_router(url, config)
+    client = httpx.Client(timeout=SILENT_S, trust_env=False, verify=verify, headers=authorization(key))
     if once or not sys.stdout.isatty():
         try:
-            fleets = (fleet for fleet in _fleets(url, key, records) if fleet is not None)
+            fleets = (fleet for fleet in _fleets(client, url, records) if fleet is not None)
             next(fleets, None)
             fleet = next(fleets, None)  # the first one has no tokens per second yet
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -61,7 +64,7 @@ def top(
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 try:
-                    for fleet in _fleets(url, key, records):
+                    for fleet in _fleets(client, url, records):
                         seen = fleet or seen
                         live.update(screen(seen, records, console.height), refresh=True)
                     trouble = f"{url} ended the connection; trying again"
@@ -73,22 +76,19 @@ def top(
         return
 
 
-def _fleets(url: str, key: str, records: deque[dict[str, Any]]) -> Iterator[dict[str, Any] | None]:
+def _fleets(client: httpx.Client, url: str, records: deque[dict[str, Any]]) -> Iterator[dict[str, Any] | None]:
     """Yield the fleet with each event of ``GET /live``, None with each ended request, which is added to the records.
 
     Raises:
         OperationError: The router refuses the stream; trying again does not help.
         httpx.HTTPError: The router does not answer; trying again may help.
     """
-    base, event = url.rstrip("/"), ""
-    with (
-        httpx.Client(timeout=SILENT_S, trust_env=False, verify=trusted(base)) as client,
-        client.stream("GET", f"{base}/live", headers=authorization(key)) as response,
-    ):
+    event = ""
+    with client.stream("GET", f"{url}/live") as response:
         if response.status_code == httpx.codes.UNAUTHORIZED:
             raise OperationError(KEY_NEEDED)
         if response.status_code == httpx.codes.NOT_FOUND:
-            raise OperationError(f"{base} has no /live: is this a router, and as new as this command?")
+            raise OperationError(f"{url} has no /live: is this a router, and as new as this command?")
         response.raise_for_status()
         known = {record["request_id"] for record in records}  # the last ones are sent again after a reconnection
         for line in response.iter_lines():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from classifier import EstimatingCounter, TokenCounter, TokenizerError, extract
 from router.telemetry.tracing import engine_target
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike, identity
+from tiers.checkpoints.parsers import parser_args
 from tiers.checkpoints.precision import checkpoint_precision, told_precision
 from tiers.checkpoints.prepare import PrepareOptions, check_model, slug
 from tiers.errors import CheckpointError, EngineError, PlanError, TokenizerMismatch
@@ -44,7 +45,7 @@ def make_launches(specs: Sequence[TierSpec], plan: Plan, settings: Settings, mod
             port=port,
             api_key=secrets.token_urlsafe(24),
             otlp=engine_target(),
-            extra_args=engine_args(settings, spec.name),
+            extra_args=whole_args(settings, spec),
             env=settings.tiers.of(spec.name).env,
             adapters=adapters_of(spec, settings.lora),
         )
@@ -56,6 +57,12 @@ def make_launches(specs: Sequence[TierSpec], plan: Plan, settings: Settings, mod
 def engine_args(settings: Settings, tier: TierName) -> tuple[str, ...]:
     """Return the arguments of a tier's engines that a person gave, in their order: the last one counts."""
     return (*settings.engine.extra_args, *settings.tiers.of(tier).engine_args)
+
+
+def whole_args(settings: Settings, spec: TierSpec) -> tuple[str, ...]:
+    """Return the same after the parsers of the model's family, if its checkpoint is here."""
+    given = engine_args(settings, spec.name)
+    return (*parser_args(spec.checkpoint, given), *given) if spec.checkpoint is not None else given
 
 
 def speed_machine(settings: Settings) -> str:

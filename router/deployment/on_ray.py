@@ -17,6 +17,7 @@ from router.deployment.layout import (
     engine_args,
     make_deployment,
     tier_spec,
+    whole_args,
     with_adapters,
     with_drafts,
 )
@@ -116,7 +117,7 @@ def wanted_replicas(spec: TierSpec, settings: Settings, model: str) -> list[Want
         port=0,
         api_key="",
         otlp=engine_target(),
-        extra_args=(*(ACROSS_NODES if tier.across_nodes else ()), *engine_args(settings, spec.name)),
+        extra_args=(*(ACROSS_NODES if tier.across_nodes else ()), *whole_args(settings, spec)),
         env=tier.env,
         adapters=adapters_of(spec, settings.lora),
     )

@@ -339,7 +339,6 @@ def _readings(text: str, shown: str) -> tuple[str, ...]:
 
 
 def _joined(joiner: StopStringJoiner, chunk: Chunk, resumption: Resumption) -> Chunk:
-    """Return what is sent of the next engine's chunk; if that completes a stop string, the last chunk."""
     ended_by = chunk.stop_reason if isinstance(chunk.stop_reason, str) and not resumption.includes_stop else ""
     text = joiner.pass_on(chunk.text, last=chunk.finish_reason is not None, ended_by=ended_by)
     if joiner.stopped is not None:

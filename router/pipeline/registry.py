@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from router.pipeline.request import class_of
 from router.policy.decision import Refused
 from router.telemetry.record import KeptFor, Outcome, RequestRecord
 from router.upstream.engine_stream import continued_on
+from router.upstream.errors import EngineRefused, UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(f"qarr.{__name__}")
 OVER_QUOTA = "over_quota"
 OVER_BUDGET = "over_budget"
+_QUOTED = re.compile(r"(?<!\w)(['\"])(?:(?!\1).){24,}(?:\1|$)", re.DOTALL)
 State = Literal["waiting", "prefill", "decode"]
 
 
@@ -149,7 +152,8 @@ class RequestRegistry:
     def _record(self, request: ActiveRequest, error: BaseException | None) -> RequestRecord:
         now, context, answer, diverted = time.monotonic(), request.context, request.answer, request.diverted
         decision = error.decision if isinstance(error, Refused) else request.decision
-        outcome, cause = self._outcome(answer, error)
+        failure = error or (answer.error if answer is not None else None)
+        outcome, cause = self._outcome(failure)
         (queue_ms, overhead_ms), prompt_tokens = _before(request), decision.query.tokens_to_read
         spec = ttft_ms = tpot_ms = None
         within = answer if answer is not None and answer.overflow is None else None  # the fleet
@@ -190,10 +194,10 @@ class RequestRegistry:
             overflow=answer.overflow if answer is not None else None,
             overflow_failure=diverted.failure if diverted is not None else None,
             journey=context.journey,
+            why_not="" if outcome is Outcome.CLIENT_GONE else _why_not(failure),
         )
 
-    def _outcome(self, answer: EngineAnswer | None, error: BaseException | None) -> tuple[Outcome, str | None]:
-        failure = error or (answer.error if answer is not None else None)
+    def _outcome(self, failure: BaseException | None) -> tuple[Outcome, str | None]:
         if failure is None:
             return Outcome.OK, None
         if isinstance(failure, Refused):
@@ -206,6 +210,15 @@ class RequestRegistry:
         if isinstance(failure, asyncio.CancelledError | OSError) and not self._server_state.deadline_passed:
             return Outcome.CLIENT_GONE, None
         return Outcome.ERROR, "Draining" if isinstance(failure, asyncio.CancelledError) else type(failure).__name__
+
+
+def _why_not(failure: BaseException | None) -> str:
+    """Return why a request failed; of an engine's own words not what is long and quoted: it may be of the prompt."""
+    if isinstance(failure, EngineRefused):
+        return _QUOTED.sub("'...'", failure.detail)
+    if isinstance(failure, OverQuota | OverBudget | UpstreamError):
+        return str(failure)
+    return "" if failure is None or isinstance(failure, Refused) else f"it ended with {type(failure).__name__}"
 
 
 def _before(request: ActiveRequest) -> tuple[float, float | None]:

@@ -719,7 +719,6 @@ def _possible_in_s(estimate: _TierEstimate, query: Query, output_share: float, z
 
 
 def _ready_in_s(tier: TierSnapshot) -> float | None:
-    """Return about when a tier is ready; None: not by itself."""
     if tier.preparing is None or tier.preparing.remaining_s is None:
         return STARTING_RETRY_S if tier.preparing is None or tier.preparing.failed is None else None
     return tier.preparing.remaining_s

@@ -75,7 +75,6 @@ def run(code: str, test: str, seconds: float = WALL_S) -> bool:
 
 
 def _read(pipe: int, size: int, seconds: float) -> bytes:
-    """Read until this size, the end, or for so long."""
     until, found = time.monotonic() + seconds, b""
     waiting = select.poll()
     waiting.register(pipe)

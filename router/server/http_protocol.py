@@ -289,7 +289,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._leave(LINGER_S if self._crowded or isinstance(error, TooSlow) else self.bounds.body_timeout_s)
 
     def _abandon(self) -> bool:
-        """Disconnect every unanswered request; return whether an answer had begun."""
         begun, client = False, self._client
         if client is not None and not client.cycle.response_complete:
             begun = client.cycle.response_started

@@ -94,6 +94,12 @@ class Server(uvicorn.Server):
         self.started = not self.lifespan.should_exit
         self.should_exit = self.should_exit or self.lifespan.should_exit
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn's, which after a second signal leaves the application as it is: what it has not written is lost."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
+
     def take(self, settings: ServerSettings) -> None:
         """Take new settings: open connections get the new bounds with their next step."""
         self._drain_s = settings.drain_s

@@ -127,7 +127,7 @@ def request_line(record: Mapping[str, Any]) -> str:
         parts.append("continued_on=" + ",".join(record["continued_on"]))
     if record["key"]:
         parts.append(f"key={record['key']}")
-    if record["outcome"] == Outcome.REFUSED:
+    if record["outcome"] == Outcome.REFUSED or record["outcome"] == Outcome.ERROR:
         parts.append(f"why: {record['reason']}")
     return " ".join(parts)
 
@@ -236,7 +236,9 @@ class _Queued(QueueHandler):
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         """Format the message now: its arguments may change. The record is not copied: no other handler gets it."""
-        text = record.getMessage()
+        text, error = record.getMessage(), (record.exc_info or (None, None, None))[1]
+        if error is not None and record.name.startswith("opentelemetry"):
+            record.exc_info, text = None, f"{text} ({error!r})"  # as for a variable that is not valid
         record.msg = text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}... ({len(text)} characters)"
         record.args = None
         ids = _REQUEST.get()

@@ -61,6 +61,7 @@ class RequestRecord(NamedTuple):
         overflow_failure: Why that server did not answer: ``full``, ``paused`` or ``unsupported``, so that it was not asked;
             ``failed`` or ``cancelled``; None: it did, or there was no need.
         journey: What it went through, for its trace; None: not known.
+        why_not: Why it failed or was refused after the decision, for operators; empty: it was not, or nothing tells.
     """
 
     at: float
@@ -94,6 +95,7 @@ class RequestRecord(NamedTuple):
     overflow: str | None = None
     overflow_failure: str | None = None
     journey: Journey | None = None
+    why_not: str = ""
 
     @property
     def kept_for(self) -> KeptFor:
@@ -134,7 +136,7 @@ def render_summary(record: RequestRecord) -> dict[str, Any]:
         "replica": record.replica,
         "precision": record.precision,
         "checkpoint": record.checkpoint,
-        "reason": decision.reason,
+        "reason": record.why_not or decision.reason,
         "basis": decision.basis._value_,
         "degraded": list(decision.degraded),
         "truncated": decision.query.truncated or None,

@@ -8,6 +8,7 @@ Exporting is configured by the standard variables: ``OTEL_EXPORTER_OTLP_ENDPOINT
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from contextvars import ContextVar
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from tiers.spec import TierName
 
 
+log = logging.getLogger(f"qarr.{__name__}")
 BUFFER_BYTES = 4096  # taken from the system at a time: its call costs a twentieth of a request
 
 
@@ -86,10 +88,6 @@ class TracedRequest(Protocol):
     @property
     def parameters(self) -> Mapping[str, float]:
         """Return attributes of the span."""
-
-
-class TelemetryError(Exception):
-    """A standard telemetry variable has a value that is not supported."""
 
 
 class _GivenIds(RandomIdGenerator):
@@ -147,9 +145,7 @@ class Telemetry:
         It is not asked for requests that the sampler drops: it costs as much as a fifth of a request.
         """
         provider = self._provider
-        wrapped = app if provider is None else OpenTelemetryMiddleware(
-            app, tracer_provider=provider, meter_provider=NoOpMeterProvider(), exclude_spans=["receive", "send"]
-        )  # fmt: skip
+        wrapped = app if provider is None else _middleware(app, provider)
 
         async def traced(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
@@ -303,29 +299,38 @@ class Telemetry:
 
 
 def make_telemetry(version: str, settings: TelemetrySettings) -> Telemetry:
-    """Set up tracing as the environment and the settings say.
-
-    Raises:
-        TelemetryError: A variable has a value that is not supported.
-    """
-    exporter = _exporter()
-    if exporter is None:
+    """Set up tracing as the environment and the settings say; with a variable that cannot be used there are no spans."""
+    try:
+        exporter = _exporter()
+        if exporter is None:
+            return Telemetry(None)
+        named = os.environ.get("OTEL_SERVICE_NAME") or SERVICE
+        provider = TracerProvider(resource=Resource.create({SERVICE_NAME: named, SERVICE_VERSION: version}))
+        provider.add_span_processor(BatchSpanProcessor(exporter))
+        _middleware(None, provider)
+    except Exception as error:  # noqa: BLE001  exporters, samplers and plugins raise what they like
+        given = {name: value for name, value in os.environ.items() if name.startswith("OTEL_") and value}
+        guilty = [name for name, value in given.items() if value.lower() in str(error).lower()] or sorted(given)
+        log.warning("no spans are made: %s (%s)", error, ", ".join(guilty))
         return Telemetry(None)
-    resource = Resource.create({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", SERVICE), SERVICE_VERSION: version})
-    provider = TracerProvider(resource=resource)
-    provider.add_span_processor(BatchSpanProcessor(exporter))
     return Telemetry(provider, record_prompts=settings.record_prompts)
 
 
-def engine_target() -> OtlpTarget | None:
-    """Return where engines are to send their own spans: where the router's go.
+def _middleware(app: Any, provider: TracerProvider) -> ASGIApp:
+    """Return OpenTelemetry's middleware around an application."""
+    return OpenTelemetryMiddleware(
+        app, tracer_provider=provider, meter_provider=NoOpMeterProvider(), exclude_spans=["receive", "send"]
+    )
 
-    Raises:
-        TelemetryError: A variable has a value that is not supported.
-    """
-    if _exporter_name() != "otlp":
+
+def engine_target() -> OtlpTarget | None:
+    """Return where engines are to send their own spans: where the router's go, if they go anywhere."""
+    try:
+        if _exporter_name() != "otlp":
+            return None
+        protocol, endpoint = _protocol(), _endpoint()
+    except ValueError:  # the router tells it
         return None
-    protocol, endpoint = _protocol(), _endpoint()
     if protocol == HTTP and not os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
         endpoint = endpoint.rstrip("/") + "/v1/traces"
     return OtlpTarget(endpoint, protocol)
@@ -338,7 +343,7 @@ def _exporter_name() -> str:
     configured = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     name = named or ("otlp" if configured else "none")
     if name not in {"otlp", "console", "none"}:
-        raise TelemetryError(f"OTEL_TRACES_EXPORTER is {name!r}: allowed are otlp, console and none")
+        raise ValueError(f"OTEL_TRACES_EXPORTER is {name!r}: allowed are otlp, console and none")
     return name
 
 
@@ -357,11 +362,10 @@ def _exporter() -> SpanExporter | None:
 
 
 def _protocol() -> str:
-    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get(
-        "OTEL_EXPORTER_OTLP_PROTOCOL", HTTP
-    )
+    general = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or HTTP
+    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or general
     if protocol not in DEFAULT_ENDPOINTS:
-        raise TelemetryError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}: allowed are {HTTP} and {GRPC}")
+        raise ValueError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}: allowed are {HTTP} and {GRPC}")
     return protocol
 
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 QARR = Path(sys.executable).with_name("qarr")
 BALANCED_ARGS = ["--block-size", "64"]  # of the KV cache, which the engine tells in its metrics
-ENGINE_ARGS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 HANG_S = "10"  # longer than the longest prompt takes on two cores
 START_LIMIT_S = 1500  # checkpoints are made first where the cache has none
 
@@ -101,7 +100,6 @@ def started(
         **os.environ,
         "QARR_CONFIG": str(settings),
         "QARR_ENGINE__BASE_PORT": str(base),
-        "QARR_ENGINE__EXTRA_ARGS": json.dumps(ENGINE_ARGS),
         # No profiles, and no tier counts as slow: decisions do not depend on the machine.
         "QARR_POLICY__PROFILES": str(profiles),
         "QARR_POLICY__MAX_SLOWDOWN": "1e9",

@@ -11,6 +11,7 @@ from router.settings import EngineSettings
 from tests.deploy.charts import release
 from tests.engine.conftest import QARR
 from tests.unit.tiers.sizing.test_architecture import PUBLISHED, read
+from tiers.checkpoints.parsers import HERMES, REASONING, TOOLS
 from tiers.lifecycle.engine_args import ARGS_MAIN
 
 if TYPE_CHECKING:
@@ -69,3 +70,15 @@ def test_qarr_up_refuses_wrong_arguments() -> None:
     assert done.returncode == 2
     assert "tier fast, --no-such-thing: unrecognized arguments: --no-such-thing" in done.stderr
     assert "starting" not in done.stderr
+
+
+def test_vllm_has_every_parser_that_engines_may_get() -> None:
+    """Of tool calls and of reasoning."""
+    code = (
+        "import json; from vllm.reasoning import ReasoningParserManager; from vllm.tool_parsers import ToolParserManager; "
+        "print(json.dumps([ToolParserManager.list_registered(), ReasoningParserManager.list_registered()]))"
+    )
+    done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True)
+    tools, reasoning = json.loads(done.stdout.splitlines()[-1])
+    assert {parser for parser, _ in TOOLS} | {HERMES} <= set(tools)
+    assert {parser for parser, _ in REASONING} <= set(reasoning)

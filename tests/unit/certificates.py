@@ -43,10 +43,10 @@ class Authority:
         self.ca = folder / "ca.pem"
         self.ca.write_bytes(made.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM))
 
-    def issue(self, name: str, lasts: timedelta = timedelta(days=30)) -> Files:
-        """Write a certificate for this machine, and its key; in one step each, as renewing programs do."""
+    def issue(self, name: str, lasts: timedelta = timedelta(days=30), address: str = "127.0.0.1") -> Files:
+        """Write a certificate for a machine, and its key; in one step each, as renewing programs do."""
         key = ec.generate_private_key(ec.SECP256R1())
-        names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ip_address("127.0.0.1"))])
+        names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ip_address(address))])
         made = _builder(_name(name), self._name, key, lasts).add_extension(names, critical=False)
         signed_by = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(self._identifier)
         made = made.add_extension(signed_by, critical=False)

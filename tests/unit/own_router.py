@@ -72,9 +72,7 @@ class OwnRouter:
         names = ("--fast", "--balanced", "--precise")
         urls = [part for pair in zip(names, self.engines, strict=True) for part in pair]
         with self.errors.open("ab") as errors:
-            self.process = subprocess.Popen(
-                [QARR, "serve", "--port", str(self.port), *urls], stderr=errors, env=self.env
-            )
+            self.process = subprocess.Popen([QARR, "serve", *urls], stderr=errors, env=self.env)
         while (await self.status()) != httpx.codes.OK:
             assert self.process.poll() is None, self.errors.read_text()
             await asyncio.sleep(0.05)
@@ -113,6 +111,7 @@ async def own_router(
         (port,) = reserved_ports()
         env = {
             **os.environ,
+            "QARR_SERVER__PORT": str(port),
             "QARR_ENGINE__LOG_DIR": str(tmp_path / "logs"),
             "QARR_SERVER__RUNTIME_DIR": str(tmp_path / "run"),
             "QARR_POLICY__MAX_SLOWDOWN": "1e9",

@@ -105,14 +105,14 @@ async def test_a_reload_disturbs_no_stream(tmp_path: Path) -> None:
         streams = [asyncio.create_task(stream(router, begun)) for _ in range(6)]
         await until(lambda: len(begun) == len(streams))
         file.write_text(LIMITED)
-        done = await router.qarr("reload", "--url", router.url)
+        done = await router.qarr("reload")
         assert (done.returncode, done.stdout) == (0, "limits.max_tokens: 4096 -> 7\nsettings reloaded: 1 changed\n")
         assert await refused(router)
         assert not any(each.done() for each in streams)
         for behaviour in router.behaviours:
             behaviour.delay_s = 0.0
         assert {events(text)[-1][0] for text in await asyncio.gather(*streams)} == {"done"}
-        again = await router.qarr("reload", "--url", router.url)
+        again = await router.qarr("reload")
         assert again.stdout == "settings reloaded: 0 changed\n"
         assert "setting changed: limits.max_tokens: 4096 -> 7" in router.errors.read_text()
 
@@ -175,11 +175,11 @@ async def test_engines_of_the_settings_are_added_and_removed(tmp_path: Path) -> 
         while await urls() != {fast}:
             await asyncio.sleep(0.05)
         file.write_text(f'[tiers.fast]\nurls = ["{other}"]\n')
-        assert (await started.qarr("reload", "--url", started.url)).returncode == 0
+        assert (await started.qarr("reload")).returncode == 0
         while await urls() != {other}:
             await asyncio.sleep(0.05)
         file.write_text("")
-        done = await started.qarr("reload", "--url", started.url)
+        done = await started.qarr("reload")
         assert "no engine would be left" in done.stderr
         assert await urls() == {other}
 

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from router.settings import (
     PROJECT,
     LikeTier,
+    ServerSettings,
     SettingsError,
     TelemetrySettings,
     cache_dir,
@@ -147,12 +148,33 @@ def test_missing_file_is_an_error(tmp_path: Path) -> None:
         load_settings(tmp_path / "none.toml")
 
 
-@pytest.mark.parametrize("name", ["QARR_SERVER__PROT", "QARR_SEVER__PORT", "QARR_PORT"])
-def test_mistyped_variable_is_an_error(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        "QARR_SERVER__PROT=1", "QARR_SEVER__PORT=1", "QARR_PORT=1", "QARR_SERVER_PORT=8081", "QARR_SERVER_HOST=0.0.0.0",
+        "QARR_SERVICE=qarr", "QARR_STATE_REDIS_URL=redis://h:6379", "QARR_TELEMETRY_PORT=http:", "QARR_PORT_8080_TCP=8080",
+    ],
+)  # fmt: skip
+def test_mistyped_variable_is_an_error(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     """A variable with our prefix that sets nothing is refused, not ignored."""
-    monkeypatch.setenv(name, "1")
+    name, _, value = given.partition("=")
+    monkeypatch.setenv(name, value)
     with pytest.raises(SettingsError, match=name):
         load_settings()
+
+
+@pytest.mark.parametrize("service", ["QARR", "QARR_ROUTER", "QARR_SERVER", "QARR_SERVICE_PORT", "QARR_2_TIERS"])
+@pytest.mark.parametrize("ip", ["10.0.3.7", "fd00::a:7"])
+def test_what_kubernetes_sets_for_a_service_is_no_setting(
+    monkeypatch: pytest.MonkeyPatch, service: str, ip: str
+) -> None:
+    """Every pod gets variables of each Service of its namespace, whose name may begin like ours."""
+    address = f"tcp://[{ip}]:8080" if ":" in ip else f"tcp://{ip}:8080"
+    set_by_it = {"SERVICE_HOST": ip, "SERVICE_PORT": "8080", "SERVICE_PORT_HTTP_2": "8080", "PORT": address}
+    set_by_it |= {"PORT_8080_TCP": address, "PORT_8080_TCP_PROTO": "tcp", "PORT_8080_TCP_PORT": "8080"}
+    for name, value in {**set_by_it, "PORT_8080_TCP_ADDR": ip, "PORT_53_UDP": f"udp://{ip}:53"}.items():
+        monkeypatch.setenv(f"{service}_{name}", value)
+    assert load_settings().server == ServerSettings()
 
 
 def test_the_command_line_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

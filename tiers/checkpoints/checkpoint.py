@@ -112,8 +112,7 @@ def identity(path: Path) -> Identity:
     Raises:
         CheckpointError: The folder has no readable tokenizer.
     """
-    definition, config, template = path / "tokenizer.json", path / "tokenizer_config.json", path / "chat_template.jinja"
-    text = ""
+    definition = path / "tokenizer.json"
     try:
         source = definition if definition.is_file() else path / "tokenizer.model"
         if not source.is_file():
@@ -121,13 +120,24 @@ def identity(path: Path) -> Identity:
         canonical = source.read_bytes()
         if source is definition:
             canonical = json.dumps(json.loads(canonical), sort_keys=True).encode()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the tokenizer in {path} cannot be read ({error}): not a model folder") from error
+    return Identity(_sha256(canonical), _sha256(json.dumps(chat_template(path)).encode()))
+
+
+def chat_template(path: Path) -> Any:
+    """Return a checkpoint's chat template, or a list of several with their names; empty without one.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    config, template = path / "tokenizer_config.json", path / "chat_template.jinja"
+    try:
         if template.is_file():
-            text = template.read_text("utf-8")
-        elif config.is_file():
-            text = json.loads(config.read_bytes()).get("chat_template") or ""
+            return template.read_text("utf-8")
+        return json.loads(config.read_bytes()).get("chat_template") or "" if config.is_file() else ""
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"the tokenizer in {path} cannot be read ({error}): not a model folder") from error
-    return Identity(_sha256(canonical), _sha256(json.dumps(text).encode()))
 
 
 def check_alike(folders: Mapping[TierName, Path]) -> None:

@@ -175,7 +175,7 @@ def hub_cache() -> Path:
     """Return the cache of the Hugging Face hub, as its library finds it."""
     given = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{given}/huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+    return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or f"{home}/hub"))  # noqa: PTH111  pathlib's may fail
 
 
 def _option(args: Sequence[str], *names: str) -> str | None:

@@ -253,7 +253,7 @@ def _known_base(options: PrepareOptions) -> Base | None:
     if options.model == DEFAULT_MODEL:
         gguf = options.store / "gguf" / Path(DEFAULT_GGUF).name
         return Base(DEFAULT_MODEL, DEFAULT_GGUF_SHA256, gguf) if gguf.is_file() else None
-    folder = Path(options.model).expanduser()
+    folder = Path(os.path.expanduser(options.model))  # noqa: PTH111  pathlib's fails without a home folder
     if not (folder / "config.json").is_file():
         folder = options.store / "hub" / options.model.replace("/", "--")
     if not (folder / "config.json").is_file():

@@ -111,6 +111,8 @@ def engine_environment(launch: EngineLaunch, parent: Mapping[str, str]) -> dict[
 def inherited(parent: Mapping[str, str], *, traced: bool) -> dict[str, str]:
     """Return what an engine inherits of an environment: not QARR's variables and secrets."""
     dropped = DROPPED if traced else DROPPED | EXPORTER_KEYS
+    if "://" in parent.get("VLLM_PORT", ""):  # Kubernetes sets it for a Service that is named vllm; vLLM ends with it
+        dropped |= {"VLLM_PORT"}
     return {name: value for name, value in without_ours(parent).items() if name not in dropped}
 
 

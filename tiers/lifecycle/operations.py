@@ -122,6 +122,11 @@ class Operations:
         """Return the last operations, the latest last."""
         return tuple(self._records)
 
+    @property
+    def restartable(self) -> list[str]:
+        """Return the ids of the replicas that were started here; others are restarted where they run."""
+        return [engine.replica.id for engine in self._control.engines if engine.launch is not None]
+
     def record(self, operation_id: str) -> Operation:
         """Return one operation.
 

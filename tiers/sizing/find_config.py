@@ -30,7 +30,7 @@ def find_config(model: str) -> dict[str, Any]:
     Raises:
         PlanError: There is none, or it cannot be had; the text says what to do.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))  # noqa: PTH111  pathlib's fails without a home folder
     if path.is_dir():
         path /= "config.json"
     if path.is_file():

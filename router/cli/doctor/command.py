@@ -13,6 +13,7 @@ import typer
 from rich.padding import Padding
 from rich.text import Text
 
+from router.cli.client import KeyOption, UrlOption  # noqa: TC001  typer reads them
 from router.cli.common import ConfigOption, output
 from router.cli.doctor import files, machine, network
 from router.cli.doctor.findings import Check, CheckContext, Health, ok, problem, warning
@@ -33,10 +34,8 @@ PIPED_WIDTH = 200
 
 def doctor(
     config: ConfigOption = None,
-    url: Annotated[
-        str | None, typer.Option(help="A running router; by default the one of the settings.", show_default=False)
-    ] = None,
-    key: Annotated[str, typer.Option(help="A key for the router.", envvar="QARR_KEY")] = "",
+    url: UrlOption = "",
+    key: KeyOption = "",
     deep: Annotated[bool, typer.Option("--deep", help="Read every checkpoint's weights as well.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
@@ -74,8 +73,8 @@ def _print(console: Console, finding: Finding) -> None:
         console.print(Padding(line, (0, 0, 0, len(left)), expand=False))
 
 
-def examine(config: Path | None, *, deep: bool, url: str | None, key: str) -> Iterator[Finding]:
-    """Yield the findings of every check, one after another; without ``url`` of the router that the settings have."""
+def examine(config: Path | None, *, deep: bool, url: str, key: str) -> Iterator[Finding]:
+    """Yield the findings of every check, one after another; without ``url`` of the router of the settings."""
     checks: tuple[Check, ...] = (*machine.CHECKS, *files.CHECKS, *network.CHECKS)
     try:
         settings = load_settings(config)
@@ -86,8 +85,7 @@ def examine(config: Path | None, *, deep: bool, url: str | None, key: str) -> It
         text = str(error).splitlines()[0].partition(" (got ")[0]
         about = problem(text, "'qarr settings' lists every setting; most checks need them", "settings")
     yield replace(about, group="settings")
-    url = (url or network.own_url(settings)).rstrip("/")
-    yield from _run(checks, CheckContext(settings, deep=deep, url=url, key=key))
+    yield from _run(checks, CheckContext(settings, deep=deep, url=url.rstrip("/"), key=key))
 
 
 def _run(checks: Iterable[Check], context: CheckContext) -> Iterator[Finding]:

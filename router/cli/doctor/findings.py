@@ -51,7 +51,7 @@ class CheckContext:
 
     Attributes:
         deep: Also read every weight file.
-        url: URL of a running router.
+        url: URL of a running router; empty: that of the settings.
         key: Key for that router.
     """
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -13,8 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
-from router.cli.client import KEY_NEEDED, authorization, trusted
-from router.cli.common import http_url
+from router.cli.client import KEY_NEEDED, authorization, own_url, trusted
 from router.cli.doctor.findings import Check, Finding, local_engines, ok, problem, warning
 from tiers.checkpoints.precision import root_precision, told_precision
 from tiers.errors import PortInUse, ProbeError
@@ -27,19 +27,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from router.cli.doctor.findings import CheckContext
-    from router.settings import Settings
     from tiers.spec import TierName
 
 GROUP, RUNNING = "network", "running"
 TIMEOUT_S = 3.0
 DETAIL_CHARS = 200
+GUARD = "tiers/lifecycle/guard.py"
 TRANSIENT = {"starting", "warming", "draining"}
-
-
-def own_url(settings: Settings) -> str:
-    """Return the URL at which a router with these settings answers on this machine."""
-    host, scheme = settings.server.host, "http" if settings.tls.certificate is None else "https"
-    return http_url("127.0.0.1" if host in {"0.0.0.0", "::"} else host, settings.server.port, scheme)
 
 
 def router_port(context: CheckContext) -> Iterator[Finding]:
@@ -53,7 +47,7 @@ def router_port(context: CheckContext) -> Iterator[Finding]:
         with socket.create_server((host, port), family=family):
             yield ok(f"{port} on {host} is free")
     except OSError as error:
-        answer = _get(own_url(context.settings), "/healthz")
+        answer = _get(replace(context, url="", key=""), "/healthz")
         if answer is not None and answer.is_success and answer.text == '{"status":"alive"}':
             yield ok(f"{port} on {host}: a router listens ({holder(port)})")
         else:
@@ -73,10 +67,14 @@ def engine_ports(context: CheckContext) -> Iterator[Finding]:
         except PortInUse:
             taken[port] = holder(port)
     running = _running_ports(context) if taken else set()
-    foreign = ", ".join(f"{port} by {by}" for port, by in taken.items() if port not in running)
+    others = {port for port in taken if port not in running and _of_a_router(port)}
+    foreign = ", ".join(f"{port} by {by}" for port, by in taken.items() if port not in running | others)
     shown = f"{base} to {base + count - 1}" if count > 1 else str(base)
     if foreign:
         yield problem(f"held: {foreign}", "end what holds them, or set engine.base_port")
+    elif others:
+        found = f"{', '.join(map(str, sorted(others)))}: engines of another router of this machine have them"
+        yield warning(found, "name that router with --url; for a second one beside it set engine.base_port")
     else:
         yield ok(f"{shown}: the running router's engines have them" if taken else f"{shown} are free")
 
@@ -84,33 +82,44 @@ def engine_ports(context: CheckContext) -> Iterator[Finding]:
 def holder(port: int) -> str:
     """Return which process listens on a port, as far as this user may know."""
     with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
-                if connection.pid is None:
-                    break
-                process = psutil.Process(connection.pid)
-                script = next((Path(part).name for part in process.cmdline()[1:2] if part.endswith(".py")), "")
-                return f"{process.name()} {script}".rstrip() + f", pid {connection.pid}"
+        if process := _listener(port):
+            script = next((Path(part).name for part in process.cmdline()[1:2] if part.endswith(".py")), "")
+            return f"{process.name()} {script}".rstrip() + f", pid {process.pid}"
     return "a process that this user may not see" if os.geteuid() else "a process outside of this container"
+
+
+def _listener(port: int) -> psutil.Process | None:
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
+            return psutil.Process(connection.pid) if connection.pid is not None else None
+    return None
+
+
+def _of_a_router(port: int) -> bool:
+    """Tell whether an engine that a router has started listens on a port: its guard stands above it."""
+    with contextlib.suppress(psutil.Error, OSError):
+        if process := _listener(port):
+            return any(part.endswith(GUARD) for each in process.parents() for part in each.cmdline())
+    return False
 
 
 def running_router(context: CheckContext) -> Iterator[Finding]:
     """Check a running router's health, its replicas and its measurements."""
-    alive = _get(context.url, "/healthz", context.key)
+    alive, url = _get(context, "/healthz"), context.url or own_url(context.settings)
     if alive is None:
-        yield ok(f"none answers at {context.url} ('make up' starts one)")
+        yield ok(f"none answers at {url} ('make up' starts one)")
         return
     if alive.status_code != httpx.codes.OK:
-        found = f"{context.url} is no router: HTTP {alive.status_code}"
+        found = f"{url} is no router: HTTP {alive.status_code}"
         yield problem(found, "give the router's address with --url")
         return
-    ready = _get(context.url, "/readyz", context.key)
+    ready = _get(context, "/readyz")
     if ready is None or ready.status_code != httpx.codes.OK:
         then = "'qarr tiers' shows why; 'qarr logs --level warning' has what happened"
-        yield problem(f"{context.url} is alive, but not ready", then)
+        yield problem(f"{url} is alive, but not ready", then)
     else:
-        yield ok(f"{context.url} is ready")
-    fleet = _get(context.url, "/tiers", context.key)
+        yield ok(f"{url} is ready")
+    fleet = _get(context, "/tiers")
     if fleet is None or fleet.status_code == httpx.codes.UNAUTHORIZED:
         yield warning("not checked", KEY_NEEDED, "tiers")
         return
@@ -229,17 +238,17 @@ async def _engine(context: CheckContext, name: TierName, probe: EngineProbe) -> 
     return finding, digest
 
 
-def _get(url: str, path: str, key: str = "") -> httpx.Response | None:
+def _get(context: CheckContext, path: str) -> httpx.Response | None:
+    url, headers = (context.url or own_url(context.settings)) + path, authorization(context.key)
+    verify = trusted(context.settings, context.url)
     try:
-        return httpx.get(
-            url + path, headers=authorization(key), timeout=TIMEOUT_S, trust_env=False, verify=trusted(url)
-        )
+        return httpx.get(url, headers=headers, timeout=TIMEOUT_S, trust_env=False, verify=verify)
     except (httpx.HTTPError, httpx.InvalidURL):
         return None
 
 
 def _running_ports(context: CheckContext) -> set[int]:
-    fleet = _get(context.url, "/tiers", context.key)
+    fleet = _get(context, "/tiers")
     if fleet is None:
         return set()
     with contextlib.suppress(ValueError, KeyError, TypeError):  # not a router's answer

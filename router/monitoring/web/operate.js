@@ -13,6 +13,7 @@ const PAUSED = new Set(["draining", "quarantined"]); // states that "resume" end
 // "unknown" until the router has answered; "cli": no keys here, and web pages may not; "look": this key may not; "admin"; "none": no such thing here.
 let rights = "unknown";
 let operations = [];
+let restartable = []; // ids of replicas that were started here
 let operationsTimer = 0;
 const told = new Set();
 
@@ -21,7 +22,8 @@ async function refreshOperations() {
   clearTimeout(operationsTimer);
   if (connection.state !== "live") return; // asked again when it is
   try {
-    const found = (await askJson(OPERATIONS)).operations;
+    const { operations: found, restartable: ids } = await askJson(OPERATIONS);
+    restartable = ids;
     rights = key.get() && (await keysNeeded()) ? "admin" : "cli";
     tellEnds(found);
     operations = found;
@@ -69,12 +71,13 @@ function showRights() {
 function operate(area, replica) {
   const running = [...operations].reverse().find((o) => o.replica === replica.id || o.successor === replica.id);
   const recent = running && (running.state === "running" || Date.now() / 1000 - running.ended < 60) ? running : null;
-  const shown = JSON.stringify([rights, replica.state, recent]);
+  const here = restartable.includes(replica.id), possible = { drain: !PAUSED.has(replica.state), resume: PAUSED.has(replica.state), restart: here, recycle: here };
+  const shown = JSON.stringify([rights, possible, recent]);
   if (area.dataset.shown === shown) return;
   area.dataset.shown = shown;
   const parts = [];
   if (rights === "admin") {
-    const kinds = Object.keys(KINDS).filter((kind) => (kind === "drain" ? !PAUSED.has(replica.state) : kind !== "resume" || PAUSED.has(replica.state)));
+    const kinds = Object.keys(KINDS).filter((kind) => possible[kind]);
     parts.push(...kinds.map((kind) => el("button", { type: "button", class: "plain", "data-kind": kind, "aria-label": `${kind} ${replica.id}`, onclick: () => confirmOperation(kind, replica) }, kind)));
   } else if (rights === "cli" || rights === "look") {
     parts.push(el("code", {}, `qarr tiers ${PAUSED.has(replica.state) ? "resume" : "drain"} ${replica.id}`));

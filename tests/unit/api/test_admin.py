@@ -73,6 +73,7 @@ async def test_an_engine_that_was_not_started_here_is_not_restarted(tmp_path: Pa
             answer = await begin(stack, kind, stack.fleet.replicas[0].id)
             assert (answer.status_code, answer.json()["type"]) == (409, "urn:qarr:problem:not-possible")
         assert stack.fleet.replicas[0].state is ReplicaState.READY
+        assert (await stack.client.get(f"{stack.url}{OPERATIONS}")).json()["restartable"] == []
         lost = await stack.client.get(f"{stack.url}{OPERATIONS}/7")
         assert (lost.status_code, lost.json()["type"]) == (404, "urn:qarr:problem:replica-not-found")
 

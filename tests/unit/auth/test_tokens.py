@@ -332,10 +332,10 @@ async def test_an_issuer_is_taken_over_by_a_reload(tmp_path: Path) -> None:
     keys = str(tmp_path / "none.json")
     async with own_router(tmp_path, QARR_CONFIG=str(file), QARR_AUTH__KEYS_FILE=keys) as router:
         file.write_text(text.format(tmp_path / "none"))
-        assert "jwt.jwks" in (await router.qarr("reload", "--url", router.url)).stderr
+        assert "jwt.jwks" in (await router.qarr("reload")).stderr
         assert (await router.generate()).status_code == httpx.codes.OK
         file.write_text(text.format(published(tmp_path, issuer)))
-        assert (await router.qarr("reload", "--url", router.url)).returncode == 0
+        assert (await router.qarr("reload")).returncode == 0
         assert (await router.generate()).status_code == httpx.codes.UNAUTHORIZED
         async with connection(authorization=f"Bearer {issuer.sign()}") as client:
             assert (await client.get(f"{router.url}/tiers")).status_code == httpx.codes.OK

@@ -180,6 +180,14 @@ def test_an_explanation_adds_up() -> None:
         assert logistic(total) == pytest.approx(expected, abs=0.05)  # what is below the least told is missing
 
 
+def test_the_line_break_that_ends_each_prompt_is_not_the_prompts_own() -> None:
+    """It is called the prompt's end; line breaks within a prompt are called that."""
+    for text, own in (("What is the capital of France?", False), ("What is\nthe capital?\n", True)):
+        pieces = {piece for pieces in explain(text, most=1000).values() for piece, _ in pieces}
+        assert any("line break" in piece for piece in pieces) is own
+        assert "end of the prompt" in pieces
+
+
 def test_shipped_weights_say_where_they_come_from() -> None:
     """The file names its data, its code, its settings and how it did on what was left out."""
     about = shipped_model().about

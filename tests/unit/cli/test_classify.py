@@ -10,7 +10,7 @@ import pytest
 
 from router.cli.classify import idle_fleet
 from router.settings import load_settings
-from tests.unit.cli.stub_router import qarr
+from tests.unit.cli.stub_router import qarr, stub_router
 from tiers.spec import STANDARD_TIERS, ReplicaState
 
 if TYPE_CHECKING:
@@ -29,6 +29,20 @@ def test_the_prompt_is_an_argument_or_standard_input() -> None:
     found = json.loads(given.stdout)
     assert (found["class"], found["tokens_exact"]) == ("math", False)
     assert "tokens are estimated" in given.stderr
+
+
+def test_the_running_router_is_asked() -> None:
+    """What it would do is told; without one, that none answers, before what an idle fleet would do."""
+    routed = {"tier": "precise", "reason": "class math: measured"}
+    with stub_router(**{"GET /tiers": (200, {}), "POST /route": (200, routed)}) as router:
+        found = json.loads(qarr("classify", "What is 17 * 23?", "--url", router.url, "--key", "k").stdout)
+        assert (found["tier"], found["reason"], set(router.keys)) == ("precise", "class math: measured", {"Bearer k"})
+        router.answers["POST /route"] = (400, {"detail": "too long"})
+        found = json.loads(qarr("classify", "What is 17 * 23?", "--url", router.url).stdout)
+        assert (found["tier"], found["reason"], found["class"]) == (None, "too long", "math")
+    found = json.loads(qarr("classify", "What is 17 * 23?", "--url", router.url).stdout)
+    assert found["reason"].startswith(f"no router answers at {router.url}")
+    assert "an idle fleet without measurements: math" in found["reason"]
 
 
 def test_what_weighed_most_is_told() -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
-from router.cli.client import KEY_NEEDED, NotFound, RouterApiClient, authorization
-from tests.unit.cli.stub_router import stub_router
+from router.cli.client import KEY_NEEDED, NotFound, RouterApiClient, authorization, find_router
+from router.settings import SettingsError
+from tests.unit.cli.stub_router import qarr, stub_router
 from tiers.errors import OperationError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_it_sends_the_key_and_returns_the_object() -> None:
@@ -17,6 +23,44 @@ def test_it_sends_the_key_and_returns_the_object() -> None:
         assert client.ask("/admin/x", "POST") == {"id": "1"}
     assert router.asked == ["GET /tiers", "POST /admin/x"]
     assert router.keys == ["Bearer secret", "Bearer secret"]
+
+
+@pytest.mark.parametrize(
+    ("args", "variables", "asked"),
+    [
+        ((), {"QARR_SERVER__PORT": "{0}"}, 0),
+        (("--config", "{file}"), {"QARR_SERVER__HOST": "0.0.0.0"}, 1),
+        ((), {"QARR_SERVER__PORT": "{0}", "QARR_URL": "http://127.0.0.1:{1}"}, 1),
+        (("--url", "http://127.0.0.1:{0}"), {"QARR_URL": "http://127.0.0.1:{1}", "QARR_SERVER__PORT": "1"}, 0),
+    ],
+)
+@pytest.mark.parametrize("command", [("reload",), ("adapters",), ("tiers", "drain", "x"), ("top",)])
+def test_the_router_of_the_settings_is_asked(
+    command: tuple[str, ...], args: tuple[str, ...], variables: dict[str, str], asked: int, tmp_path: Path
+) -> None:
+    """``--url`` comes before ``QARR_URL``, which comes before the settings; the command names the router on standard error."""
+    with stub_router() as first, stub_router() as second:
+        ports, file = [router.url.rpartition(":")[2] for router in (first, second)], tmp_path / "qarr.toml"
+        file.write_text(f"[server]\nport = {ports[1]}\n")
+        done = qarr(
+            *command,
+            *(arg.format(*ports, file=file) for arg in args),
+            **{name: value.format(*ports) for name, value in variables.items()},
+        )
+    assert [bool(router.asked) for router in (first, second)] == [asked == 0, asked == 1]
+    assert f"router http://127.0.0.1:{ports[asked]}\n" in done.stderr
+
+
+def test_the_routers_address_is_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port that is not known is asked for; an option before a subcommand, which would not get it, is refused."""
+    for command in ("tiers", "adapters"):
+        before = qarr(command, "--url", "http://127.0.0.1:9", "drain" if command == "tiers" else "unload", "x")
+        assert (before.exit_code, "give --url after" in before.stderr) == (2, True)
+    monkeypatch.setenv("QARR_SERVER__HOST", "::")
+    assert find_router("") == ("http://[::1]:8080", True)
+    monkeypatch.setenv("QARR_SERVER__PORT", "0")
+    with pytest.raises(SettingsError, match=r"server\.port is 0.*--url or QARR_URL"):
+        find_router("")
 
 
 def test_without_a_key_no_header_is_sent() -> None:

@@ -25,6 +25,7 @@ from tests.ports import reserved_ports, reserved_range
 from tests.unit.own_router import QARR, own_router
 from tiers.checkpoints.checkpoint import check_whole, read_checkpoint, seal
 from tiers.errors import CheckpointError
+from tiers.lifecycle.process import GUARD
 from tiers.plan import read_machine
 from tiers.spec import STANDARD_TIERS, TierName
 
@@ -45,7 +46,7 @@ def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QARR_ENGINE__BASE_PORT", str(reserved_ports()[0]))
 
 
-def found(check: str, *, deep: bool = False, url: str | None = None) -> list[Finding]:
+def found(check: str, *, deep: bool = False, url: str = "") -> list[Finding]:
     return [f for f in examine(None, deep=deep, url=url, key="") if f.check == check]
 
 
@@ -69,7 +70,7 @@ def checkpoint(folder: Path, tier: TierName = TierName.FAST) -> Path:
 
 def test_a_machine_without_anything(tmp_path: Path) -> None:
     """Every check tells something, none fails, and what is missing has its command."""
-    findings = list(examine(None, deep=False, url=None, key=""))
+    findings = list(examine(None, deep=False, url="", key=""))
     assert len(findings) > 9
     assert not [f for f in findings if "could not be checked" in f.found]
     assert all(f.then for f in findings if f.health is not OK)
@@ -100,6 +101,20 @@ def test_taken_ports(monkeypatch: pytest.MonkeyPatch) -> None:
             assert findings[check].health is PROBLEM
             assert f"pid {os.getpid()}" in findings[check].found
             assert "set " in findings[check].then
+
+
+def test_another_routers_engines_are_no_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They are told by the guard above them, and what to do if they are to be checked, or a second router is to start."""
+    listens = "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); s.accept()"
+    argv = [sys.executable, "-I", "-S", GUARD, tmp_path / "log", sys.executable, "-c", listens]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as guard:
+        while not (tmp_path / "log").exists() or not (said := (tmp_path / "log").read_text()).endswith("\n"):
+            assert guard.poll() is None
+        monkeypatch.setenv("QARR_ENGINE__BASE_PORT", said.strip())
+        health, text, then = one("engine ports")
+        assert (health, text.partition(":")[0], "engines of another router" in text) == (WARNING, said.strip(), True)
+        assert "--url" in then
+        guard.stdin.close()
 
 
 def test_engine_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +273,7 @@ async def doctor(*args: str, env: dict[str, str] | None = None) -> subprocess.Co
 async def test_the_command_and_a_running_router(tmp_path: Path) -> None:
     """Its port, its health and its replicas; 1 only where there is a problem; text for people, JSON for programs."""
     async with own_router(tmp_path) as router:
-        env = {**router.env, "QARR_SERVER__PORT": str(router.port)}
+        env = dict(router.env)
         for tier, url in zip(STANDARD_TIERS, router.engines, strict=True):
             env[f"QARR_TIERS__{tier.upper()}__URLS"] = json.dumps([url])
         done = await doctor(env=env)

@@ -59,6 +59,35 @@ def test_wrong_setting_ends_with_its_name() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_variables_of_opentelemetry_that_cannot_be_used_are_told() -> None:
+    """In one line each, whatever the command; what is installed stays."""
+    done = qarr("classify", "hi", OTEL_PROPAGATORS="xray, tracecontext,b3", OTEL_PYTHON_CONTEXT="none_such")
+    told = [line for line in done.stderr.splitlines() if "OTEL_" in line]
+    assert (done.returncode, len(told), "Traceback" in done.stderr) == (0, 2, False)
+    assert "OTEL_PROPAGATORS=xray, tracecontext,b3: xray, b3 is not installed and left out; installed: " in told[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "said"),
+    [
+        ({}, 2, "set QARR_CACHE_DIR"),
+        ({"XDG_STATE_HOME": "{0}", "XDG_CONFIG_HOME": "{0}"}, 2, "set QARR_CACHE_DIR"),
+        ({"QARR_CACHE_DIR": "{0}"}, 0, "`<cache>/.config/qarr/keys.json`"),
+        ({"QARR_CACHE_DIR": "{0}", "XDG_CONFIG_HOME": "{0}-etc"}, 0, "`<config>/keys.json`"),
+        ({"XDG_CACHE_HOME": "{0}"}, 0, "`<cache>/models`"),
+    ],
+)
+def test_a_user_without_a_home_is_told_what_to_set(
+    given: dict[str, str], status: int, said: str, tmp_path: Path
+) -> None:
+    """As in containers with any user id: no HOME, no entry among the users. ``QARR_CACHE_DIR`` is enough."""
+    nobody = ["unshare", "--user", "--map-user=12345", "--map-group=12345", QARR, "settings"]
+    env = {"PATH": os.environ["PATH"], **{name: value.format(tmp_path) for name, value in given.items()}}
+    done = subprocess.run(nobody, capture_output=True, text=True, env=env, timeout=60, check=False)
+    assert (done.returncode, said in done.stdout + done.stderr) == (status, True), done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_serve_without_engines_says_what_to_give() -> None:
     """The router alone needs at least one engine's URL."""
     done = qarr("serve")

@@ -88,7 +88,7 @@ def test_an_operation_is_followed_to_its_end(monkeypatch: pytest.MonkeyPatch) ->
         "GET /admin/operations/7": (200, steps),
     })  # fmt: skip
     assert (done.exit_code, done.stdout) == (0, "fast-0: drain done, 2 requests finished\n")
-    assert [line.partition(" s ")[2] for line in done.stderr.splitlines()] == [
+    assert [line.partition(" s ")[2] for line in done.stderr.splitlines()[1:]] == [
         f"fast-0: {detail} (is draining, 2 in flight)" for detail in ("begins", "drains", "2 requests finished")
     ]
     assert set(router.keys) == {"Bearer k"}
@@ -102,7 +102,7 @@ def test_a_successors_state_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         "POST /admin/replicas/fast-0/recycle": (202, operation("running", "starts", "fast-2")),
         "GET /admin/operations/7": (200, operation("done", "replaced", "fast-2")),
     })  # fmt: skip
-    assert [line.partition(" s ")[2] for line in done.stderr.splitlines()] == [
+    assert [line.partition(" s ")[2] for line in done.stderr.splitlines()[1:]] == [
         "fast-0: starts (gone)", "fast-0: replaced (warming, 2 in flight)",
     ]  # fmt: skip
 
@@ -150,7 +150,7 @@ def test_an_added_engine_is_followed_until_it_is_ready(monkeypatch: pytest.Monke
     }
     done, _ = operate("add", "fast", answers, engine)
     assert (done.exit_code, done.stdout) == (0, "fast-0: added, is ready\n")
-    assert [line.partition(" s ")[2] for line in done.stderr.splitlines()] == [
+    assert [line.partition(" s ")[2] for line in done.stderr.splitlines()[1:]] == [
         "fast-0: is starting", "fast-0: is warming",
     ]  # fmt: skip
     answers["GET /tiers"] = (200, states("starting", "unreachable", detail="no answer\nTraceback"))

@@ -26,7 +26,7 @@ async def test_top_in_a_terminal(tmp_path: Path) -> None:
         return shown.read_bytes()[mark:].decode("utf-8", "replace")
 
     async with own_router(tmp_path, [Behaviour(delay_s=0.3) for _ in range(3)]) as router:
-        command = shlex.join([QARR, "top", "--url", router.url])
+        command = shlex.join([QARR, "top"])
         argv = ["script", "-qfec", f"exec {command}", str(shown)]
         process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={**router.env, **size})
         try:
@@ -54,7 +54,7 @@ async def test_once_is_text(tmp_path: Path) -> None:
     """Tiers with what is wrong, and the last requests with their reasons; nothing acts on the terminal."""
     async with own_router(tmp_path) as router:
         assert (await router.generate(stream=False)).status_code == 200
-        once = await router.qarr("top", "--once", "--url", router.url)
+        once = await router.qarr("top", "--once")
         assert (once.returncode, "\x1b" in once.stdout) == (0, False)
         for part in ("3/3 tiers ready", "fast-0", "0/", "ENDED", "chat, trivial"):
             assert part in once.stdout

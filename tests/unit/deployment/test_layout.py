@@ -33,6 +33,8 @@ from tiers.spec import STANDARD_TIERS, UNKNOWN, TierName
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 URL = "http://10.0.0.5:8000"
 
+HERMES = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")  # of a template that shows no family
+
 
 def settings(**overrides: Any) -> Settings:
     """Return settings with an engine environment, whose interpreter is this one."""
@@ -123,7 +125,7 @@ def test_engines_get_ports_and_keys_of_their_own(tmp_path: Path) -> None:
     deployment = make_deployment(given, tuple(prepared.values()))
     assert [(launch.tier.name, launch.port) for launch in deployment.launches] == [(FAST, 9500), (PRECISE, 9501)]
     assert {launch.host for launch in deployment.launches} == {HOST}
-    assert {launch.extra_args for launch in deployment.launches} == {("--a",)}
+    assert {launch.extra_args for launch in deployment.launches} == {(*HERMES, "--a")}
     keys = {launch.api_key for launch in deployment.launches}
     assert len(keys) == 2
     assert min(map(len, keys)) >= 24
@@ -283,8 +285,8 @@ def test_each_tier_has_arguments_and_variables_of_its_own(tmp_path: Path) -> Non
         tiers={"fast": {"engine_args": ("--dtype", "float"), "env": {"VLLM_LOGGING_LEVEL": "DEBUG"}}},
     )
     launches = {launch.tier.name: launch for launch in make_deployment(given, tuple(made(tmp_path).values())).launches}
-    assert launches[FAST].extra_args == ("--dtype", "half", "--dtype", "float")
-    assert launches[PRECISE].extra_args == ("--dtype", "half")
+    assert launches[FAST].extra_args == (*HERMES, "--dtype", "half", "--dtype", "float")
+    assert launches[PRECISE].extra_args == (*HERMES, "--dtype", "half")
     assert engine_environment(launches[FAST], {"VLLM_LOGGING_LEVEL": "INFO"})["VLLM_LOGGING_LEVEL"] == "DEBUG"
     assert engine_environment(launches[PRECISE], {"VLLM_LOGGING_LEVEL": "INFO"})["VLLM_LOGGING_LEVEL"] == "INFO"
 

@@ -85,10 +85,10 @@ def test_with_a_gpu_of_ray_an_engine_runs_on_it(tmp_path: Path) -> None:
     tiers["precise"]["ray_resources"] = {"GPU": 2}
     fast, _, precise = placed(tmp_path, tiers=tiers, ray={"resources": {"CPU": 1, "GPU": 1}})
     assert fast.resources == {"GPU": 0.5, "A100": 0.001}
-    assert fast.args[-2:] == ("--gpu-memory-utilization", "0.450")
+    assert fast.args[fast.args.index("--gpu-memory-utilization") + 1] == "0.450"
     assert "CUDA_VISIBLE_DEVICES" not in fast.env
     assert precise.resources == {"CPU": 1, "GPU": 2}
-    assert precise.args[-2:] == ("--gpu-memory-utilization", "0.900")
+    assert precise.args[precise.args.index("--gpu-memory-utilization") + 1] == "0.900"
     assert "--tensor-parallel-size" in precise.args
 
 
@@ -98,9 +98,9 @@ def test_one_engine_over_several_nodes_is_vllms_own_to_place(tmp_path: Path) -> 
     wanted = placed(tmp_path, tiers={"precise": precise})[2]
     assert wanted.across_nodes
     assert wanted.resources == {"CPU": 1}
-    assert wanted.args[-2:] == ("--distributed-executor-backend", "ray")
-    for name, size in (("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2")):
-        assert wanted.args[wanted.args.index(name) + 1] == size
+    sizes = ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2")
+    for name, value in (*sizes, ("--distributed-executor-backend", "ray")):
+        assert wanted.args[wanted.args.index(name) + 1] == value
     assert "CUDA_VISIBLE_DEVICES" not in wanted.env
 
 

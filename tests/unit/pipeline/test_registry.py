@@ -17,8 +17,9 @@ from router.pipeline.registry import OVER_QUOTA, RequestRegistry, ttft_from_arri
 from router.pipeline.request import RequestContext
 from router.policy.decide import decide
 from router.policy.decision import Refusal, Refused, Sla
-from router.telemetry.record import Outcome, RequestRecord
-from router.upstream.errors import EngineBroke
+from router.telemetry.logs import request_line
+from router.telemetry.record import Outcome, RequestRecord, render_summary
+from router.upstream.errors import EngineBroke, EngineRefused
 from tests.fakes.engine import Behaviour
 from tests.unit.upstream_stack import QUERY, text_of, upstream_stack
 from tiers.spec import STANDARD_TIERS
@@ -141,6 +142,7 @@ async def test_refusals_are_told_by_their_code() -> None:
         assert (record.served_by, record.overhead_ms, record.ttft_ms, record.output_tokens) == (None, None, None, 0)
         record = ended(registry, decision, OverQuota("tokens", 5, 9, None))
         assert (record.outcome, record.error) == (Outcome.REFUSED, OVER_QUOTA)
+        assert "why: " + str(OverQuota("tokens", 5, 9, None)) in request_line(render_summary(record))
         assert registry.totals["refused"] == registry.totals["requests"] == 2
 
 
@@ -167,8 +169,27 @@ async def test_an_answer_that_broke_is_an_error_though_nothing_was_raised() -> N
             request.answer.error = EngineBroke("gone")
             await request.answer.aclose()
         assert (registry.recent[-1].outcome, registry.recent[-1].error) == (Outcome.ERROR, "EngineBroke")
-        assert ended(registry, stack.decision(), ValueError("x")).error == "ValueError"
+        assert request_line(render_summary(registry.recent[-1])).endswith(" why: gone")
+        record = ended(registry, stack.decision(), ValueError("the prompt"))
+        assert (record.error, record.why_not) == ("ValueError", "it ended with ValueError")
         assert registry.totals["error"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("min_tokens must be at most max_tokens=7, got 9.", "min_tokens must be at most max_tokens=7, got 9."),
+        ("This model's context is 9 tokens, you've got 10", "This model's context is 9 tokens, you've got 10"),
+        ("Unexpected \"role\" in 'Dear diary, today I told \"nobody\" that'", "Unexpected \"role\" in '...'"),
+        ("input_value='Dear diary, today I told nobody th", "input_value='...'"),
+    ],
+)  # fmt: skip
+async def test_an_engines_words_are_told_without_the_prompt(words: str, shown: str) -> None:
+    """Why it refused a request; what it quotes at length may be of the prompt."""
+    async with upstream_stack() as stack:
+        record = ended(registry_of(), stack.decision(), EngineRefused(words, 400, b""))
+    assert (record.outcome, render_summary(record)["reason"]) == (Outcome.ERROR, shown)
+    assert request_line(render_summary(record)).endswith(f" why: {shown}")
 
 
 @pytest.mark.parametrize(

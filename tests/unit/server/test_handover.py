@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -15,8 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
 
+from router.lifecycle import ServerState
 from router.server.handover import HELLO, MOST_PEERS, TAKEN, control_path
+from router.server.http_protocol import protocol_for
+from router.server.server import Server
+from router.settings import ServerSettings
 from tests.fakes.engine import ANSWER, Behaviour, FakeEngine, serving_all
 from tests.ports import reserved_ports
 from tests.unit.own_engines import until
@@ -181,20 +187,41 @@ async def test_draining_is_bounded(tmp_path: Path) -> None:
         assert (name, problem["type"]) == ("error", "urn:qarr:problem:draining")
 
 
-async def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
-    """With a long time to drain, and a stream that does not end."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_the_second_signal_ends_at_once(number: signal.Signals, tmp_path: Path) -> None:
+    """With a long time to drain, and a stream that does not end; the router ends itself, without a trace."""
     async with routers(tmp_path) as found:
         process = await found.start(QARR_SERVER__DRAIN_S="600")
         found.behaviours["fast"].stall_after = 2
         stream = a_stream(found.url, tier="fast")
         await until(lambda: found.behaviours["fast"].running)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         async with asyncio.timeout(30), httpx.AsyncClient(trust_env=False) as client:
             while (await client.get(f"{found.url}/readyz")).status_code != 503:
                 pass
-        process.send_signal(signal.SIGINT)
-        await asyncio.wait_for(process.wait(), 30)
+        process.send_signal(number)
+        _, written = await asyncio.wait_for(process.communicate(), 30)
         await asyncio.gather(stream, return_exceptions=True)
+        assert (process.returncode, "Traceback" in written.decode()) == (0, False), written.decode()
+
+
+async def test_signals_before_it_listens_end_it_in_order(caplog: pytest.LogCaptureFixture) -> None:
+    """What the application has begun it ends itself: nothing is broken off."""
+    steps = []
+
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        steps.append("begun")
+        yield
+        steps.append("ended")
+
+    settings = ServerSettings()
+    server = Server(Starlette(lifespan=lifespan), ServerState(), settings, protocol_for(settings))
+    server._signalled()
+    server._signalled()
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        await server.serve(sockets=[sock])
+    assert (steps, [entry for entry in caplog.records if entry.levelno >= logging.WARNING]) == (["begun", "ended"], [])
 
 
 @pytest.mark.timeout(400)

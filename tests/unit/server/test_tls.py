@@ -128,7 +128,7 @@ async def test_a_certificate_is_replaced_under_load(tmp_path: Path) -> None:
         shown.key.write_text("no key")
         await until(lambda: "tls.key" in router.errors.read_text())
         assert "stays in use" in router.errors.read_text()
-        done = await router.qarr("reload", "--url", router.url)
+        done = await router.qarr("reload")
         assert "tls.key" in done.stderr
         assert await asyncio.to_thread(serial, router.port, authority) == "second"
         ended.set()
@@ -144,17 +144,21 @@ async def test_a_reload_takes_another_pair(tmp_path: Path) -> None:
     file.write_text(text.format(first.certificate, first.key))
     async with own_router(tmp_path, ca=authority.ca, QARR_CONFIG=str(file)) as router:
         file.write_text(text.format(second.certificate, second.key))
-        assert (await router.qarr("reload", "--url", router.url)).returncode == 0
+        assert (await router.qarr("reload")).returncode == 0
         assert await asyncio.to_thread(serial, router.port, authority) == "second"
         file.write_text(f'[tls]\nca = "{authority.ca}"\n')
         assert "between HTTP and HTTPS" in (await router.qarr("reload", "--url", router.url)).stderr
 
 
 async def test_clients_need_a_certificate_if_the_settings_say_so(tmp_path: Path) -> None:
-    """With ``tls.client_ca`` only clients with a certificate of that authority are served."""
+    """With ``tls.client_ca`` only clients with a certificate of that authority are served; commands show the router's own.
+
+    They trust that certificate alone, whatever address it names.
+    """
     authority = Authority(tmp_path)
-    served, mine = authority.issue("served"), authority.issue("mine")
+    served, mine = authority.issue("served", address="192.0.2.1"), authority.issue("mine")
     known = ssl.create_default_context(cafile=authority.ca)
+    known.check_hostname = False
     known.load_cert_chain(mine.certificate, mine.key)
     unknown = ssl.create_default_context(cafile=authority.ca)
     more = {**variables(served, authority), "QARR_TLS__CLIENT_CA": str(authority.ca)}
@@ -163,6 +167,12 @@ async def test_clients_need_a_certificate_if_the_settings_say_so(tmp_path: Path)
         async with httpx.AsyncClient(verify=unknown, trust_env=False, timeout=20) as client:
             with pytest.raises(httpx.TransportError):
                 await client.get(f"{router.url}/readyz")
+        del router.env["QARR_TLS__CA"]
+        for command in (("tiers",), ("health", "--ready")):
+            done = await router.qarr(*command)
+            assert done.returncode == 0, done.stderr
+        router.env |= {"QARR_TLS__CERTIFICATE": str(mine.certificate), "QARR_TLS__KEY": str(mine.key)}
+        assert "no router answers" in (await router.qarr("tiers")).stderr
 
 
 def test_faults_name_the_setting(tmp_path: Path) -> None:

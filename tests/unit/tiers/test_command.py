@@ -92,10 +92,12 @@ def test_the_routers_secrets_do_not_reach_an_engine() -> None:
         "OTEL_EXPORTER_OTLP_HEADERS": "authorization=secret",
         "LD_LIBRARY_PATH": "/cuda",
         "VLLM_LOGGING_LEVEL": "DEBUG",
+        "VLLM_PORT": "tcp://10.0.3.7:8000",
     }
     env = engine_environment(launch(api_key="own"), parent)
     assert "secret" not in "".join(env.values())
     assert (env["LD_LIBRARY_PATH"], env["VLLM_LOGGING_LEVEL"]) == ("/cuda", "DEBUG")
+    assert "VLLM_PORT" not in env  # a Service's address, not a port
     traced = engine_environment(launch(api_key="own", otlp=OtlpTarget("http://c:4317", "grpc")), parent)
     assert [name for name, value in traced.items() if "secret" in value] == ["OTEL_EXPORTER_OTLP_HEADERS"]
 

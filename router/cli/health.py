@@ -1,0 +1,37 @@
+"""``qarr health``: whether the router of the settings answers, for the health checks of containers."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Annotated
+
+import httpx
+import typer
+
+from router.cli.client import UrlOption, load_own, own_url
+from router.cli.common import ConfigOption  # noqa: TC001  typer reads it
+from router.settings import load_settings
+
+TIMEOUT_S = 3.0
+
+
+def health(
+    ready: Annotated[bool, typer.Option("--ready", help="Also ask whether a tier serves.")] = False,
+    url: UrlOption = "",
+    config: ConfigOption = None,
+) -> None:
+    """Exit with 0 if the router is alive, else with 1. It asks directly, through no proxy, and needs no key."""
+    settings = load_settings(config)
+    url = url.rstrip("/") or own_url(settings)
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing secret is sent
+    load_own(context, settings.tls)
+    try:
+        path = "/readyz" if ready else "/healthz"
+        answer = httpx.get(url + path, timeout=TIMEOUT_S, trust_env=False, verify=context)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        said, good = f"no answer ({type(error).__name__}: {error})", False
+    else:
+        said, good = answer.text, answer.is_success
+    typer.echo(f"{url}: {said}", err=not good)
+    raise typer.Exit(not good)
