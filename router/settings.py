@@ -819,7 +819,9 @@ class OpenAISettings(Section):
     reloads: ClassVar[frozenset[str]] = AllBut()
 
     tier_policy: TierPolicy = Field("require", description="Of a tier named as `model`; `prefer` makes it a hint.")
-    aliases: dict[str, Literal["auto"] | TierName] = Field({}, description='More model names, as in `gpt-4o = "auto"`.')
+    aliases: dict[str, Literal["auto"] | TierName] = Field(
+        {}, description='More model names, as in `"gpt-*" = "auto"`.'
+    )
     embeddings_urls: Annotated[tuple[BaseAddress, ...], AfterValidator(_once)] = Field(
         (), description="Engines that serve `/v1/embeddings`; the first one that answers is used."
     )

@@ -90,6 +90,7 @@ def read_request(
             body.options(class_priority(context.caller, asked, "priority"), "tier"), body.provider, fleet
         ),
         max_tokens=body.max_tokens or limits.default_max_tokens,
+        limited=body.max_tokens is not None,
         sampling=_sampling(body, limits),
         messages=tuple(messages),
         adapter=body.adapter,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from router.api.asgi import context_of
@@ -53,34 +54,39 @@ class Models:
     created: int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with the list, or with one model."""
-        wanted = scope["path_params"].get("id")
+        """Answer with the models that the caller may use, or with one of them."""
+        wanted, context = scope["path_params"].get("id"), context_of(scope)
         self.telemetry.name_server_span(scope, "/v1/models/{id}" if wanted else "/v1/models")
-        body = {"object": "list", "data": self._cards(None)} if wanted is None else self.card(wanted)
-        await json_response(body, headers=context_of(scope).headers)(scope, receive, send)
+        allowed = context.caller.tiers
+        body = {"object": "list", "data": self._cards(allowed)} if wanted is None else self.card(wanted, allowed)
+        await json_response(body, headers=context.headers)(scope, receive, send)
 
-    def card(self, wanted: str) -> dict[str, Any]:
-        """Return what is told of one model.
+    def card(self, wanted: str, allowed: frozenset[TierName] | None) -> dict[str, Any]:
+        """Return what is told of one model, to a caller who may use some tiers (None: all).
 
         Raises:
-            UnknownModel: There is none of the name.
+            UnknownModel: There is none of the name, or the caller may use no tier behind it.
         """
-        for card in self._cards(wanted):
-            return card
-        raise UnknownModel(wanted, (*model_names(self.settings, self.fleet), *adapter_names(self.fleet)))
+        choice = choice_of(wanted, self.settings, self.fleet)
+        card = None if choice is None else self._card(wanted, choice, allowed)
+        if card is None or not card["tiers"]:
+            raise UnknownModel(wanted, tuple(card["id"] for card in self._cards(allowed)))
+        return card
 
-    def _cards(self, wanted: str | None) -> list[dict[str, Any]]:
-        choices, adapters = model_names(self.settings, self.fleet), adapter_names(self.fleet)
-        cards = [self._card(name, choice) for name, choice in choices.items() if wanted in {None, name}]
-        return cards + [self._adapter_card(name) for name in adapters if wanted in {None, name} and name not in choices]
+    def _cards(self, allowed: frozenset[TierName] | None) -> list[dict[str, Any]]:
+        names = model_names(self.settings, self.fleet)
+        choices = {name: Choice(tier) for name, tier in names.items() if "*" not in name}
+        choices |= {name: Choice(adapter=name) for name in adapter_names(self.fleet) if name not in choices}
+        cards = (self._card(name, choice, allowed) for name, choice in choices.items())
+        return [card for card in cards if allowed is None or card["tiers"]]
 
-    def _card(self, name: str, choice: str) -> dict[str, Any]:
-        tiers = [spec.name for spec in self.fleet.specs if choice in {"auto", spec.name}]
-        return self._listed(name, None if name == choice else choice, tiers)
-
-    def _adapter_card(self, name: str) -> dict[str, Any]:
-        """Return what is told of an adapter: its parent is the model itself, behind it are the tiers that have it."""
-        return self._listed(name, "auto", [spec.name for spec in self.fleet.specs if name in spec.adapters])
+    def _card(self, name: str, choice: Choice, allowed: frozenset[TierName] | None) -> dict[str, Any]:
+        """Return what is told of a model; an adapter's parent is the model itself, behind it are the tiers that have it."""
+        specs = [
+            s for s in self.fleet.specs if choice.tier in {"auto", s.name} and (allowed is None or s.name in allowed)
+        ]
+        tiers = [s.name for s in specs if choice.adapter is None or choice.adapter in s.adapters]
+        return self._listed(name, None if name == choice.tier else choice.tier, tiers)
 
     def _listed(self, name: str, parent: str | None, tiers: Sequence[TierName]) -> dict[str, Any]:
         found = [behind(tier) for tier in self.fleet.snapshot().tiers if tier.spec.name in tiers]
@@ -136,6 +142,21 @@ def adapter_names(fleet: Fleet) -> list[str]:
     )
 
 
+def choice_of(name: str, settings: OpenAISettings, fleet: Fleet) -> Choice | None:
+    """Return what a model name asks for; the engines' own name, which stands in answers, any tier. None: it is not known."""
+    if name in _CHOICES and name not in settings.aliases:
+        return _CHOICES[name]
+    if (tier := model_names(settings, fleet).get(name)) is not None:
+        return Choice(tier)
+    if name in adapter_names(fleet):
+        return Choice(adapter=name)
+    patterns = ((alias, tier) for alias, tier in settings.aliases.items() if "*" in alias)
+    found = next((tier for alias, tier in patterns if fnmatchcase(name, alias)), None)
+    if found is None and any(replica.model == name for replica in fleet.replicas):
+        found = "auto"
+    return None if found is None else Choice(found)
+
+
 def resolve(document: JsonObject, settings: OpenAISettings, fleet: Fleet) -> Choice:
     """Return what a body's model name asks for; ``auto`` if it names none, as vLLM allows.
 
@@ -145,14 +166,10 @@ def resolve(document: JsonObject, settings: OpenAISettings, fleet: Fleet) -> Cho
     name = document.get("model")
     if name is None or name == "":
         return _CHOICES["auto"]
-    if isinstance(name, str) and name in _CHOICES and name not in settings.aliases:
-        return _CHOICES[name]
-    names, adapters = model_names(settings, fleet), adapter_names(fleet)
-    if isinstance(name, str) and name in names:
-        return Choice(names[name])
-    if isinstance(name, str) and name in adapters:
-        return Choice(adapter=name)
-    raise UnknownModel(str(name), (*names, *adapters))
+    choice = choice_of(name, settings, fleet) if isinstance(name, str) else None
+    if choice is None:
+        raise UnknownModel(str(name), (*model_names(settings, fleet), *adapter_names(fleet)))
+    return choice
 
 
 # Of vLLM's chat completions, by OpenAI's and OpenRouter's names. Tools need an engine that is started for them.
@@ -179,7 +196,7 @@ class ModelEndpoints:
         """Answer with the tiers behind one model. Where engines are is not told to anybody."""
         models, name = self.models, scope["path_params"]["id"]
         models.telemetry.name_server_span(scope, "/v1/models/{id}/endpoints")
-        card = models.card(name)
+        card = models.card(name, context_of(scope).caller.tiers)
         data = {
             "id": name,
             "name": name,

@@ -228,7 +228,8 @@ class NamedEvents(RelayEndpoint[PassedCall]):
             wrong = f"is not supported at {self.path}", "at /generate, /v1/chat/completions and /v1/completions"
             raise InvalidBody((FieldProblem("truncate", *wrong),))
         provider, conversation = provider_of(document, self.rules), api.read(document)
-        limit = as_integer(document.get(api.limit)) or settings.limits.default_max_tokens
+        named = as_integer(document.get(api.limit))
+        limit = settings.limits.default_max_tokens if named is None else named
         priority = priority_to_send(document, fields, context)
         return PassedCall(
             context=context,
@@ -238,6 +239,7 @@ class NamedEvents(RelayEndpoint[PassedCall]):
             prompt=conversation.prompt(self.pipeline.counter),
             options=with_provider(fields.options(priority or 0, hint_field), provider, self.pipeline.fleet),
             max_tokens=min(max(limit, 1), MAX_COUNT),
+            limited=named is not None,
             streamed=as_boolean(document.get("stream")),
             priority=priority,
             report=fields.report,

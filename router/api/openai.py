@@ -19,7 +19,7 @@ from router.api.relayed import RelayedCall, RelayEndpoint
 from router.api.truncation import cut_prompts, cutter_for
 from router.pipeline.pipeline import engine_request_id
 from router.pipeline.request import MAX_COUNT, class_priority, priority_within, session_of
-from router.upstream.engine_request import RelayRequest, resumption_of
+from router.upstream.engine_request import DEFAULT_COMPLETION, RelayRequest, resumption_of
 from router.upstream.json_object import JsonObject, as_boolean, as_integer
 
 if TYPE_CHECKING:
@@ -117,8 +117,11 @@ class Completions(RelayEndpoint[CompletionRequest]):
         provider = provider_of(document, self.rules)
         read_prompt = read_chat if chat else read_completion
         prompt = read_prompt(document, counter)
-        limit = as_integer(document.get("max_completion_tokens")) if chat else None
-        limit = limit or as_integer(document.get("max_tokens")) or settings.limits.default_max_tokens
+        named = as_integer(document.get("max_completion_tokens")) if chat else None
+        named = as_integer(document.get("max_tokens")) if named is None else named
+        limit = named
+        if limit is None:
+            limit = settings.limits.default_max_tokens if chat else DEFAULT_COMPLETION
         sequences = _sequences(document, prompt, settings.limits.max_sequences, chat=chat)
         priority = priority_to_send(document, fields, context)
         request = CompletionRequest(
@@ -128,6 +131,7 @@ class Completions(RelayEndpoint[CompletionRequest]):
             prompt=prompt,
             options=with_provider(fields.options(priority or 0, hint_field), provider, self.pipeline.fleet),
             max_tokens=min(max(limit, 1), MAX_COUNT),
+            limited=named is not None,
             sequences=sequences,
             streamed=as_boolean(document.get("stream")),
             priority=priority,

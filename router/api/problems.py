@@ -285,7 +285,7 @@ def _refused(decision: Decision) -> Problem:
     openai = None
     if decision.refusal is Refusal.TOO_LONG:
         tokens, output = decision.query.prompt_tokens, decision.query.max_tokens
-        text = f"{tokens} tokens with the chat template, and max_tokens is {output}"
+        text = f"{tokens} tokens, and the answer may have {output}"
         errors = (FieldProblem("prompt", text, f"prompt and output within one tier's context: {decision.reason}"),)
         openai = (400, "context_length_exceeded")
     if decision.refusal is Refusal.UNSUPPORTED:

@@ -12,7 +12,7 @@ from router.pipeline.admission import Grant
 from router.pipeline.charging import visits_of
 from router.pipeline.request import MAX_COUNT, query_of
 from router.policy.charge import Visit
-from router.policy.decide import decide
+from router.policy.decide import decide, within_context
 from router.policy.decision import Refusal, Refused
 from router.telemetry.journey import JOURNEY, Journey
 from router.telemetry.tracing import random_hex
@@ -98,6 +98,8 @@ class Pipeline:
         classified = time.monotonic()
         query = query_of(request, features, self.fleet.template, affinity=self.fleet.options.affinity)
         fleet, table = self.fleet.snapshot(prefix=query.prefix), self.policy.table
+        if not request.limited:
+            query = within_context(query, fleet)
         decision = decide(query, fleet, table)
         if serve:
             prompt = request.prompt.text if self.telemetry.wants_prompt else ""

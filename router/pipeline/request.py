@@ -153,6 +153,7 @@ class ParsedRequest(ABC):
 
     Attributes:
         max_tokens: The most output tokens of each answer.
+        limited: Whether its caller named them; otherwise an answer may be shorter, where the context ends.
         sequences: Answers: prompts times choices.
         undraftable: Its parameters that engines with a draft refuse; empty: none.
         adapter: The LoRA adapter that it names; None: none.
@@ -164,6 +165,7 @@ class ParsedRequest(ABC):
     prompt: PromptText
     options: RoutingOptions
     max_tokens: int
+    limited: bool = True
     sequences: int = 1
     undraftable: str = ""
     adapter: str | None = None

@@ -261,7 +261,13 @@ class _Case:
         """Return why, for a person. What was asked for and is not given comes first."""
         chosen, query = self.chosen, self.query
         if chosen is None:
-            return "; ".join([f"{o.name} {self.verdict(o.name).verdict}" for o in self.asked])
+            reason = "; ".join([f"{o.name} {self.verdict(o.name).verdict}" for o in self.asked])
+            lengths = [o.spec.max_model_len for o in self.asked if o.obstacle is Refusal.TOO_LONG]
+            if not lengths or any(o.obstacle not in LIKELIEST_TO_PASS[2:] for o in self.asked if not o.spec.absent):
+                return reason
+            return (
+                f"This model's maximum context length is {max(lengths)} tokens: {reason}"  # libraries know these words
+            )
         reason = self._why(chosen)
         if query.hint is not None and chosen.name is not query.hint:
             hinted = next(o for o in self.estimates if o.name is query.hint)
@@ -442,6 +448,14 @@ def longest_context(query: Query, fleet: FleetSnapshot) -> int:
     ]
     ready = [tier for tier in able if tier.is_ready]
     return max((tier.spec.max_model_len for tier in ready or able), default=0)
+
+
+def within_context(query: Query, fleet: FleetSnapshot) -> Query:
+    """Return a query whose caller named no limit with as many output tokens as the longest context leaves, at least one."""
+    if query.prompt_tokens + query.max_tokens <= max([tier.spec.max_model_len for tier in fleet.tiers]):
+        return query
+    left = longest_context(query, fleet) - query.prompt_tokens
+    return replace(query, max_tokens=max(min(query.max_tokens, left), 1))
 
 
 def _excluded_text(spec: TierSpec, query: Query) -> str:

@@ -249,7 +249,9 @@ async def test_autoscalers_ask_for_metrics_that_exist(releases: dict[str, Releas
             replica.speed = SpeedModel(1.0, 2.0, 10.0)  # without one nothing is predicted
         page = ""
         async with asyncio.timeout(30):
-            while not re.search(r'^qarr_kv_cache_usage_ratio{.*tier="fast"', page, re.MULTILINE):  # engines' gauges are read every few seconds
+            while not re.search(
+                r'^qarr_kv_cache_usage_ratio{.*tier="fast"', page, re.MULTILINE
+            ):  # engines' gauges are read every few seconds
                 page = (await stack.client.get(f"{stack.url}/metrics")).text
                 await asyncio.sleep(0.05)
     queries: list[str] = []

@@ -17,6 +17,7 @@ from router.settings import OpenAISettings
 from router.upstream.json_object import JsonObject
 from tests.unit.router_stack import router_stack
 from tiers.fleet import Fleet
+from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, Draft, ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 FLEET = Fleet(
     tuple(TierSpec(name, 100, 1, 1, adapters=("support",) if name is TierName.FAST else ()) for name in STANDARD_TIERS)
 )
-SETTINGS = OpenAISettings(aliases={"gpt-4o": "precise", "gpt-4o-mini": "fast", "any": "auto"})
+SETTINGS = OpenAISettings(aliases={"gpt-4o": "precise", "gpt-4o-mini": "fast", "any": "auto", "o-*": "fast"})
+
+FLEET.add(Replica("fast-0", FLEET.specs[0], "u", "", "served"))
 
 
 def asked(**body: Any) -> JsonObject:
@@ -41,15 +44,16 @@ def asked(**body: Any) -> JsonObject:
         ("precise", "precise"),
         ("gpt-4o", "precise"),
         ("any", "auto"),
+        ("o-3-mini", "fast"),
     ],
 )
 def test_names_stand_for_tiers(name: str, choice: str) -> None:
     assert resolve(asked(model=name), SETTINGS, FLEET) == Choice(choice)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("body", [{}, {"model": None}])
+@pytest.mark.parametrize("body", [{}, {"model": None}, {"model": ""}, {"model": "served"}])
 def test_without_a_name_it_is_auto(body: dict[str, Any]) -> None:
-    """As vLLM takes it."""
+    """As vLLM takes it; the engines' own name, which stands in answers, is no tier's either."""
     assert resolve(asked(**body), SETTINGS, FLEET) == Choice("auto")
 
 
@@ -59,7 +63,7 @@ def test_an_adapters_name_stands_for_it_on_any_tier() -> None:
     assert resolve(asked(model="support"), OpenAISettings(aliases={"support": "fast"}), FLEET) == Choice("fast")
 
 
-@pytest.mark.parametrize("name", ["", "FAST", "fast ", "gpt-5", 7, True, ["fast"], {"fast": 1}])
+@pytest.mark.parametrize("name", ["FAST", "fast ", "gpt-5", 7, True, ["fast"], {"fast": 1}])
 def test_other_names_are_unknown(name: Any) -> None:
     """A 404 that lists the names there are."""
     with pytest.raises(UnknownModel) as error:
