@@ -181,11 +181,15 @@ class EngineProbe:
 
     async def alive(self) -> bool:
         """Tell whether ``/health`` answers 200. An engine that is alive need not be warm."""
+        return await self.ailment() is None
+
+    async def ailment(self) -> str | None:
+        """Return why ``/health`` does not answer 200; None: it does."""
         try:
             await self._content("GET", "/health")
-        except ProbeError:
-            return False
-        return True
+        except ProbeError as error:
+            return str(error)
+        return None
 
     async def readings(self) -> tuple[Gauges, Counters]:
         """Read the engine's gauges and counters from ``/metrics``.

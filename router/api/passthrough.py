@@ -14,8 +14,8 @@ from router.api.asgi import cancel_on_disconnect, context_of, no_body, read_body
 from router.api.models import read_document, resolve
 from router.api.paths import EMBEDDINGS, ErrorForm, error_form
 from router.api.problems import NoEmbeddings
-from router.upstream.client import refusal
-from router.upstream.errors import EngineFailed, EngineUnreachable, NoEngineAnswered, NoSlot
+from router.upstream.client import no_answer, refusal
+from router.upstream.errors import EngineFailed, EngineUnreachable, NoSlot, UpstreamError
 from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
@@ -145,14 +145,14 @@ async def pass_on(deps: Passthrough, context: RequestContext, small: SmallReques
 
 async def _first_answer(upstream: Upstream, small: SmallRequest) -> tuple[int, str, bytes]:
     """Ask one engine after another, those that need no wait first."""
-    causes: list[str] = []
+    causes: list[UpstreamError] = []
     for engine in sorted(small.engines, key=lambda e: not upstream.passes_at_once(e.url, small.pool)):
         try:
             return await upstream.pass_on(engine.url, engine.api_key, small.path, engine.body, small.pool)
         except (EngineUnreachable, EngineFailed) as error:
-            causes.append(str(error))
+            causes.append(error)
     if causes:
-        raise NoEngineAnswered("; ".join(causes))
+        raise no_answer(causes, *map(str, causes))
     raise NoSlot("no tier that could answer this is ready")
 
 

@@ -251,6 +251,11 @@ def _no_slot(error: NoSlot) -> Problem:
     return Problem(int(status), "at-capacity", title, str(error), retry_after_s=BUSY_RETRY_S)
 
 
+def _no_engine_answered(error: NoEngineAnswered) -> Problem:
+    after_s = math.ceil(min(max(error.retry_after_s or 0, BUSY_RETRY_S), LONGEST_RETRY_S))
+    return Problem(503, "no-engine-answered", "No engine answered", str(error), retry_after_s=after_s)
+
+
 def _over_quota(error: OverQuota) -> Problem:
     if error.retry_after_s is None:
         larger = FieldProblem("max_tokens", str(error), f"prompt and output of at most {error.limit} tokens")
@@ -347,7 +352,7 @@ PROBLEMS: dict[type[BaseException], Callable[[Any], Problem]] = {
     StreamGone: _plain(410, "stream-gone", "The rest of the stream is no longer kept"),
     ResumedElsewhere: _plain(409, "resumed-elsewhere", "Another connection went on reading this stream"),
     EngineTooSlow: _plain(504, "engine-too-slow", "The engine did not finish in time"),
-    NoEngineAnswered: _plain(503, "no-engine-answered", "No engine answered", retry_after_s=BUSY_RETRY_S),
+    NoEngineAnswered: _no_engine_answered,
     EngineBroke: _plain(502, "stream-broken", "The answer is incomplete: its engine failed"),
     UpstreamError: _plain(502, "upstream-error", "The engine failed"),
 }

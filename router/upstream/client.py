@@ -7,9 +7,11 @@ import logging
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from itertools import count
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 from weakref import WeakValueDictionary
 
 import httpx
@@ -31,7 +33,7 @@ from router.upstream.json_object import read_json
 from router.upstream.transport import EngineTransport, body_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from router.policy.decision import Decision, Query
     from router.policy.table import PolicyStore
@@ -144,7 +146,7 @@ class Upstream:
             NoEngineAnswered: All attempts failed.
         """
         assert decision.tier is not None
-        tried: dict[str, str] = {}
+        tried: dict[str, UpstreamError] = {}
         taken: set[str] = set()
         sent_at = sent_at or time.monotonic()
         self._retries.earn()
@@ -158,17 +160,17 @@ class Upstream:
                 taken.add(lease.replica.id)
                 if tried and not self._retries.take():
                     lease.release()
-                    raise NoEngineAnswered(f"{_causes(tried)}; no further attempt, since too many fail")
+                    raise no_answer(tried.values(), *_causes(tried), "no further attempt, since too many fail")
                 self.retries[tier] += bool(tried)
                 try:
                     return await self._attempt(tier, lease, request, len(tried), sent_at)
                 except (EngineUnreachable, EngineFailed, EngineBroke) as error:
-                    tried[lease.replica.id] = str(error)
+                    tried[lease.replica.id] = error
                     self._telemetry.record_failed_attempt(lease.replica.id, error)
                     lease = None
         if not tried:
             raise NoSlot(f"every slot on {', '.join(self._targets(decision, elsewhere=elsewhere))} is taken")
-        raise NoEngineAnswered(_causes(tried))
+        raise no_answer(tried.values(), *_causes(tried))
 
     def _targets(self, decision: Decision, *, elsewhere: bool) -> Iterator[TierName]:
         """Yield the chosen tier, then the others as things stand when it has failed, not when the request was let in."""
@@ -208,10 +210,12 @@ class Upstream:
                 raise NoSlot(f"{PASSED_AT_ONCE} such requests had no answer within {limit_s:g} s") from error
             log.warning("%s%s: no answer (%s)", url, path, type(error).__name__)
             raise EngineUnreachable(f"no answer ({type(error).__name__})") from error
-        if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR or response.status_code in _NOT_THE_REQUEST:
-            log.warning("%s%s: HTTP %d", url, path, response.status_code)
-            raise EngineFailed(f"HTTP {response.status_code}")
-        if response.status_code == httpx.codes.OK and not _holds_object(content):
+        if response.status_code != httpx.codes.OK:
+            failure = status_error(response, content)
+            if not isinstance(failure, EngineRefused):
+                log.warning("%s%s: %s", url, path, failure)
+                raise failure
+        elif not _holds_object(content):
             log.warning("%s%s: an answer that is no JSON object", url, path)
             raise EngineFailed("an answer that is no JSON object")
         return response.status_code, response.headers.get("content-type", "application/json"), content
@@ -244,7 +248,7 @@ class Upstream:
             response = await self._transport.handle_async_request(self._http(lease.replica, request, span))
             if response.status_code != httpx.codes.OK:
                 raise status_error(  # noqa: TRY301  one place ends the attempt
-                    response.status_code, await body_of(response, MAX_ERROR_BYTES)
+                    response, await body_of(response, MAX_ERROR_BYTES)
                 )
             begun = Attempt(tier, lease, response, span, number, started, options.token_timeout_s, sent_at)
             answer = EngineStream(begun, request) if request.streamed else BufferedAnswer(begun, request.answers)
@@ -309,8 +313,14 @@ def _address(url: str) -> tuple[httpx.URL, bytes]:
     return read, read.netloc
 
 
-def _causes(tried: Mapping[str, str]) -> str:
-    return "; ".join(f"{replica}: {cause}" for replica, cause in tried.items())
+def no_answer(errors: Iterable[UpstreamError], *told: str) -> NoEngineAnswered:
+    """Return the error for attempts that all failed: it says what is ``told``, and when to ask again."""
+    waits = [getattr(error, "retry_after_s", None) or 0.0 for error in errors]
+    return NoEngineAnswered("; ".join(told), min(waits, default=0.0) or None)
+
+
+def _causes(tried: Mapping[str, UpstreamError]) -> list[str]:
+    return [f"{replica}: {error}" for replica, error in tried.items()]
 
 
 def _holds_object(content: bytes) -> bool:
@@ -330,16 +340,50 @@ def translate(error: BaseException, limit_s: float, *, streamed: bool) -> BaseEx
             return EngineUnreachable(f"no first token within {limit_s:g} s")
         return EngineTooSlow(f"no whole answer within {limit_s:g} s; a streamed one may take longer")
     if isinstance(error, httpx.HTTPError):
-        return EngineUnreachable(f"no connection ({type(error).__name__})")
+        why = f": {error}" if isinstance(error, httpx.ConnectError) else f" ({type(error).__name__})"
+        return EngineUnreachable(f"no connection{why}")
     return error
 
 
-def status_error(status: int, body: bytes) -> UpstreamError:
-    """Return the error for an engine's answer that is not 200."""
-    blamed = 400 <= status < 500 and status not in _NOT_THE_REQUEST  # noqa: PLR2004
-    if not blamed and status != NOT_IMPLEMENTED:
-        return EngineFailed(f"HTTP {status}")
+def status_error(response: httpx.Response, body: bytes | None) -> UpstreamError:
+    """Return the error for an answer that is not 200: the request's fault if the engine says so in vLLM's form.
+
+    What has another form is of a proxy in front of it, or of no vLLM; ``body`` None: it is not looked at.
+    """
+    status = response.status_code
+    blamed = (400 <= status < 500 and status not in _NOT_THE_REQUEST) or status == NOT_IMPLEMENTED  # noqa: PLR2004
+    if not blamed:
+        return EngineFailed(f"HTTP {status}", _retry_after(response))
+    if body is None:
+        return refusal(status, b"")
+    if (said := _said(body)) is None:
+        return EngineFailed(f"HTTP {status}, and not in vLLM's form")
+    if status == httpx.codes.NOT_FOUND and said.get("param") == "model":  # the router has named it, not the caller
+        return EngineFailed("it no longer serves the model that it did")
     return refusal(status, body)
+
+
+def _said(body: bytes) -> dict[str, Any] | None:
+    """Return the error that an engine describes; None: nothing of the kind."""
+    try:
+        found = read_json(body)
+    except ValueError:
+        return None
+    if isinstance(found, dict) and isinstance(found.get("error"), dict):
+        return cast("dict[str, Any]", found["error"])
+    old = isinstance(found, dict) and (found.get("object") == "error" or isinstance(found.get("detail"), list))
+    return found if old else None
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    """Return the seconds that an answer asks to wait (RFC 9110, section 10.2.3)."""
+    given = response.headers.get("retry-after", "").strip()
+    if given.isdecimal():
+        return float(given[:9])
+    try:
+        return max((parsedate_to_datetime(given) - datetime.now(UTC)).total_seconds(), 0.0)
+    except (TypeError, ValueError):
+        return None
 
 
 def refusal(status: int, body: bytes) -> EngineRefused:

@@ -25,7 +25,15 @@ class EngineUnreachable(UpstreamError):
 
 
 class EngineFailed(UpstreamError):
-    """The engine answered with an error of its own."""
+    """The engine, or a proxy in front of it, answered with an error of its own.
+
+    Attributes:
+        retry_after_s: When it wants to be asked again; None: it does not say.
+    """
+
+    def __init__(self, detail: str, retry_after_s: float | None = None) -> None:
+        super().__init__(detail)
+        self.retry_after_s = retry_after_s
 
 
 class EngineRefused(UpstreamError):
@@ -59,7 +67,15 @@ class NoSlot(UpstreamError):
 
 
 class NoEngineAnswered(UpstreamError):
-    """Every attempt failed before the first token."""
+    """Every attempt failed before the first token.
+
+    Attributes:
+        retry_after_s: When the engines want to be asked again, at the soonest; None: one of them does not say.
+    """
+
+    def __init__(self, detail: str, retry_after_s: float | None = None) -> None:
+        super().__init__(detail)
+        self.retry_after_s = retry_after_s
 
 
 Fault = TypeVar("Fault", bound=BaseException)

@@ -30,12 +30,12 @@ from router.upstream.engine_stream import (
 )
 from router.upstream.errors import EngineRefused, NoSlot, UpstreamError, without_trace
 from router.upstream.sse import COMPLETION_FORMAT
-from router.upstream.transport import Body, EngineTransport
+from router.upstream.transport import EngineTransport
 from tiers.breaker import Breaker, BreakerOptions
 from tiers.spec import OVERFLOW, TierName, TierSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from router.settings import OverflowSettings, UpstreamSettings
     from router.telemetry.tracing import Telemetry
@@ -210,34 +210,6 @@ class _WholeAnswer(BufferedAnswer):
         self._tokens = sum(-(-len(text) // CHARACTERS_PER_TOKEN) for text in texts)
 
 
-class _LineFeeds(Body):
-    """A body whose lines end with a line feed alone: servers may end those of events with a carriage return as well."""
-
-    __slots__ = ("_held", "_inner")
-
-    def __init__(self, inner: Body) -> None:
-        self._inner, self._held = inner, b""
-
-    def limit_reads(self, limit_s: float) -> None:
-        self._inner.limit_reads(limit_s)
-
-    async def __anext__(self) -> bytes:
-        while not (data := self._changed(await anext(self._inner))):
-            pass
-        return data
-
-    async def pump(self, take: Callable[[bytes], bool]) -> None:
-        await self._inner.pump(lambda data: not (changed := self._changed(data)) or take(changed))
-
-    async def aclose(self) -> None:
-        await self._inner.aclose()
-
-    def _changed(self, data: bytes) -> bytes:
-        data = self._held + data
-        self._held = b"\r" if data.endswith(b"\r") else b""
-        return data.removesuffix(b"\r").replace(b"\r\n", b"\n")
-
-
 class OverflowClient:
     """Opens answers of the overflow. After failures it gets no requests for a while, as a replica of the fleet.
 
@@ -308,8 +280,7 @@ class OverflowClient:
         try:
             response = await self._transport.handle_async_request(self._http(request, content, limit_s))
             if response.status_code != httpx.codes.OK:
-                raise status_error(response.status_code, b"")  # noqa: TRY301  one place ends the attempt
-            response = _readable(response)
+                raise status_error(response, None)  # noqa: TRY301  one place ends the attempt
             begun = Attempt(TierName(OVERFLOW), hold, response, span, 0, started, times.token_timeout_s, sent_at)
             answer: EngineAnswer = _stream(begun, request) if request.streamed else _WholeAnswer(begun, _FORMAT)
             answer.overflow = self.name
@@ -356,8 +327,3 @@ def _stream(begun: Attempt, request: EngineRequest) -> EngineStream:
     answer = EngineStream(begun, request)
     answer.progress = None
     return answer
-
-
-def _readable(response: httpx.Response) -> httpx.Response:
-    assert isinstance(response.stream, Body)
-    return httpx.Response(response.status_code, headers=response.headers.raw, stream=_LineFeeds(response.stream))

@@ -204,11 +204,12 @@ class EventSource:
     It is asked for more rather than being an asynchronous generator, which would take most of a kilobyte for each stream.
     """
 
-    __slots__ = ("_buffer", "_fault", "_format", "_limit_s", "_over", "_parts", "_take", "_whole")
+    __slots__ = ("_buffer", "_cut", "_fault", "_format", "_limit_s", "_over", "_parts", "_take", "_whole")
 
     def __init__(self, response: httpx.Response, answers: AnswerFormat = COMPLETION_FORMAT) -> None:
         self._parts, self._format = parts_of(response), answers
         self._buffer = bytearray()
+        self._cut = False  # the last part ended between a carriage return and its line feed
         self._whole = False  # the buffer holds a whole event
         self._take: TakePlain = _none
         self._over, self._limit_s = False, math.inf
@@ -260,17 +261,27 @@ class EventSource:
         data = await anext(self._parts, b"")
         if not data:
             raise EngineBroke("the engine's stream ended early")
+        data = self._line_feeds(data)
         self._whole = SEPARATOR in self._buffer[-1:] + data
         self._buffer += data
         if not self._whole and len(self._buffer) > MAX_EVENT_BYTES:
             raise EngineBroke(f"the engine's stream holds an event of over {MAX_EVENT_BYTES} bytes")
+
+    def _line_feeds(self, data: bytes) -> bytes:
+        """Return a part whose lines end with line feeds alone; JSON holds no carriage return."""
+        if self._cut:
+            data = data.removeprefix(b"\n")
+        self._cut = data.endswith(b"\r")
+        return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in data else data
 
     def _parse(self, found: list[Chunk], *, first: bool) -> None:
         if not self._whole:
             return
         *events, rest = bytes(self._buffer).split(SEPARATOR)
         self._buffer, self._whole = bytearray(rest), False
-        for number, event in enumerate(events, 1):
+        for number, given in enumerate(events, 1):
+            usual = given.startswith(b"data: {") and b"\n" not in given
+            event = given if usual else canonical(given, named=self._format is not COMPLETION_FORMAT)
             if event == DONE and self._format is COMPLETION_FORMAT:
                 self._over = True
                 return
@@ -301,6 +312,7 @@ class EventSource:
 
     def _feed(self, data: bytes) -> bool:
         """Pass on the plain events that have come; keep the rest, and return whether there may be more of them."""
+        data = self._line_feeds(data)
         if self._buffer:
             data = bytes(self._buffer) + data
             self._buffer.clear()
@@ -342,6 +354,27 @@ class EventSource:
     async def aclose(self) -> None:
         """Read no more."""
         await self._parts.aclose()
+
+
+def canonical(event: bytes, *, named: bool) -> bytes:
+    """Return an event as vLLM writes it: its name where events have names, its data in one line; empty without data.
+
+    Events may have comments, ids and several lines of data, with or without a space after the colon (WHATWG HTML, section
+    9.2.6). A line break within JSON is white space. Comments alone are kept, for they keep connections alive.
+    """
+    name, data, comments = b"", [], []
+    for line in event.removeprefix(b"\xef\xbb\xbf").split(b"\n"):
+        field, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if field == b"data":
+            data.append(value.strip())
+        elif field == b"event":
+            name = value
+        elif not field and value:
+            comments.append(b": " + value)
+    if not data:
+        return b"\n".join(comments)
+    return (b"event: " + name + b"\n" if named and name else b"") + b"data: " + b" ".join(data)
 
 
 def _none(_events: bytes, _texts: PlainTexts) -> bool:

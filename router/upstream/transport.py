@@ -9,6 +9,8 @@ What it leaves out, as engines need none of it: HTTP/2, proxies, redirects, cook
 from __future__ import annotations
 
 import asyncio
+import socket
+import ssl
 import time
 from collections import deque
 from enum import Enum
@@ -19,13 +21,12 @@ import httptools
 import httpx
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import AsyncGenerator, Callable
 
 READ_BUFFER_BYTES = 1 << 15  # of an answer that nobody has read yet: with more than that, the socket is not read
 MAX_HEAD_BYTES = 1 << 16  # of an answer's status line and headers, informational ones included
 # A connection that was idle for longer is not used again. vLLM closes idle connections after 5 s (uvicorn's default,
-# VLLM_HTTP_TIMEOUT_KEEP_ALIVE), and a request must not meet the close: nobody can tell whether it was read.
+# VLLM_HTTP_TIMEOUT_KEEP_ALIVE); a request that meets the close is sent again, once, if nothing of an answer has come.
 KEEP_ALIVE_S = 4.0
 _SWITCHING_PROTOCOLS, _OK = 101, 200
 
@@ -110,6 +111,11 @@ class Connection(asyncio.Protocol):
     def __repr__(self) -> str:
         scheme, host, port = self.origin
         return f"<Connection {self.state.value} {scheme}://{host}:{port}>"
+
+    @property
+    def heard(self) -> bool:
+        """Tell whether anything of an answer has come since the last request."""
+        return bool(self.status or self._head_bytes)
 
     def send(self, message: bytes, *, head_only: bool, limit_s: float | None = None) -> None:
         """Send a request on an idle connection; ``limit_s`` is for the whole answer, or until ``Body.limit_reads``.
@@ -438,12 +444,16 @@ class EngineTransport(httpx.AsyncBaseTransport):
         await self._take_slot(times.get("pool"))
         connection: Connection | None = None
         try:
-            connection = self._take_idle(origin) or await self._connect(origin, times.get("connect"))
-            self._active.add(connection)
-            if self._closed:
-                raise httpx.ReadError("the transport was closed")  # noqa: TRY301  what follows ends the connection
-            connection.send(message, head_only=head_only, limit_s=times.get("read"))
-            await connection.head()
+            kept = self._take_idle(origin)
+            try:
+                connection = kept or await self._connect(origin, times.get("connect"))
+                await self._ask(connection, message, times.get("read"), head_only=head_only)
+            except (httpx.ReadError, httpx.RemoteProtocolError):
+                if kept is None or kept.heard or self._closed:
+                    raise
+                self._end(kept)  # it was closed before the request came: any other connection will do
+                connection = await self._connect(origin, times.get("connect"))
+                await self._ask(connection, message, times.get("read"), head_only=head_only)
             body = Body(connection, self._release)
             return httpx.Response(connection.status, headers=connection.headers, stream=body)
         except BaseException:
@@ -451,6 +461,13 @@ class EngineTransport(httpx.AsyncBaseTransport):
                 connection.close()  # its whole answer came, and nobody wants it
             self._free_slot()
             raise
+
+    async def _ask(self, connection: Connection, message: bytes, limit_s: float | None, *, head_only: bool) -> None:
+        self._active.add(connection)
+        if self._closed:
+            raise httpx.ReadError("the transport was closed")
+        connection.send(message, head_only=head_only, limit_s=limit_s)
+        await connection.head()
 
     async def aclose(self) -> None:
         """Close every connection."""
@@ -500,8 +517,13 @@ class EngineTransport(httpx.AsyncBaseTransport):
                 _, connection = await asyncio.get_running_loop().create_connection(make, host, port, **options)
         except TimeoutError:
             raise httpx.ConnectTimeout(f"no connection within {limit_s:g} s" if limit_s else "no connection") from None
+        except socket.gaierror as error:
+            raise httpx.ConnectError("its name cannot be resolved") from error
+        except ssl.SSLError as error:
+            why = getattr(error, "verify_message", "") or error.reason or "no handshake"
+            raise httpx.ConnectError(f"TLS: {why}") from error
         except OSError as error:
-            raise httpx.ConnectError(str(error)) from error
+            raise httpx.ConnectError((error.strerror or type(error).__name__).lower()) from error
         return connection
 
     def _end(self, connection: Connection) -> bool:

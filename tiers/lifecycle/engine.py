@@ -41,6 +41,7 @@ class Engine:
         recycle: Why it is to be recycled; None: it is not, as one that runs elsewhere never is.
         worn_at: When that was last found.
         leaving: Whether it is being removed, and can no longer be kept.
+        served: What it said that it serves when it was warmed: name, context length and checkpoint; None: not yet warmed.
         adapters: LoRA adapters that were loaded while it ran, by name; loaded again whenever it starts.
     """
 
@@ -64,6 +65,7 @@ class Engine:
     recycle: str | None = None
     worn_at: float = 0.0
     leaving: bool = False
+    served: tuple[str, int, str | None] | None = None
     adapters: dict[str, Adapter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

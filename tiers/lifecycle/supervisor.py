@@ -73,7 +73,7 @@ ELSEWHERE_PAUSE_S = 5.0  # before an unusable engine that runs elsewhere is trie
 LAST_PORT = 65535
 LOG_LINES = 200  # of an engine that ended before it was ready, in which the cause is looked for
 PROCESSORS_S = 10.0  # between two looks at what slows processors down
-ADAPTERS_S = 10.0  # between two looks at an engine's list of adapters: others may load some
+LISTED_S = 5.0  # between two looks at what an engine lists: others may load adapters, or replace it by another
 WORN_S = 60.0  # the finding that an engine is too slow expires after this
 
 
@@ -455,11 +455,11 @@ class Supervisor:
         replica, probe = engine.replica, self._probe(engine.replica)
         while True:
             try:
-                if await probe.alive():
+                if (why := await probe.ailment()) is None:
                     await self._warm(engine, probe)
                     await self._poll(engine, probe)
                 else:
-                    self._mark(replica, ReplicaState.UNREACHABLE, f"{replica.url}/health does not answer 200")
+                    self._mark(replica, ReplicaState.UNREACHABLE, why)
             except (CanaryRefused, EngineHung, EngineSlow) as error:
                 await self._quarantine(engine, probe, str(error))
             except Exception as error:  # noqa: BLE001  the watcher goes on after any error
@@ -483,7 +483,7 @@ class Supervisor:
         self._mark(replica, ReplicaState.WARMING, engine.note)
         await probe.readings()  # an engine without gauges must not be ready until the first poll
         model = await probe.model()
-        replica.model = model.name
+        replica.model, engine.served = model.name, model[:3]
         if await self.operations.adapters.restore(engine, model.adapters):
             model = await probe.model()
         self._note_adapters(replica, model.adapters)
@@ -552,11 +552,15 @@ class Supervisor:
             await asyncio.sleep(POLL_S)
             try:
                 gauges, counters = await probe.readings()
-                if time.monotonic() - listed_at > ADAPTERS_S:
-                    self._note_adapters(engine.replica, (await probe.model()).adapters)
+                if time.monotonic() - listed_at > LISTED_S:
+                    model = await probe.model()
+                    if model[:3] != engine.served:
+                        log.info("%s serves another model now: it is checked again", engine.replica.id)
+                        return
+                    self._note_adapters(engine.replica, model.adapters)
                     listed_at = time.monotonic()
-                if not await probe.alive():
-                    raise ProbeError(f"{engine.replica.url}/health does not answer 200")
+                if (ill := await probe.ailment()) is not None:
+                    raise ProbeError(ill)
             except TierError as error:
                 missed, why = missed + 1, str(error)
                 continue
