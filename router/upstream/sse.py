@@ -372,7 +372,7 @@ def canonical(event: bytes, *, named: bool) -> bytes:
             name = value
         elif not field and value:
             comments.append(b": " + value)
-    if not data:
+    if not any(data):
         return b"\n".join(comments)
     return (b"event: " + name + b"\n" if named and name else b"") + b"data: " + b" ".join(data)
 

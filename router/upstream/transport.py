@@ -520,10 +520,11 @@ class EngineTransport(httpx.AsyncBaseTransport):
         except socket.gaierror as error:
             raise httpx.ConnectError("its name cannot be resolved") from error
         except ssl.SSLError as error:
-            why = getattr(error, "verify_message", "") or error.reason or "no handshake"
+            why = getattr(error, "verify_message", "") or error.reason
             raise httpx.ConnectError(f"TLS: {why}") from error
         except OSError as error:
-            raise httpx.ConnectError((error.strerror or type(error).__name__).lower()) from error
+            why = "TLS: no handshake" if scheme == "https" and not error.strerror else error.strerror or str(error)
+            raise httpx.ConnectError(why.lower()) from error
         return connection
 
     def _end(self, connection: Connection) -> bool:

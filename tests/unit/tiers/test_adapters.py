@@ -88,7 +88,7 @@ async def test_what_an_engine_lost_in_a_restart_is_loaded_again(tmp_path: Path) 
 
 async def test_what_others_load_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's own list counts, whoever changed it."""
-    monkeypatch.setattr("tiers.lifecycle.supervisor.ADAPTERS_S", 0.1)
+    monkeypatch.setattr("tiers.lifecycle.supervisor.LISTED_S", 0.1)
     async with router_stack(tmp_path) as stack:
         stack.engines[BALANCED].adapters["theirs"] = "/z"
         async with asyncio.timeout(30):

@@ -110,6 +110,18 @@ async def test_an_engine_that_was_replaced_is_asked_again(tmp_path: Path) -> Non
         assert watched.fleet.spec(FAST).precision == replica.spec.precision == "bf16"
 
 
+async def test_an_engine_that_serves_something_else_is_checked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a rolling update behind one address: it never looks away, and its list has another model."""
+    monkeypatch.setattr("tiers.lifecycle.supervisor.LISTED_S", 0.0)
+    behaviour = Behaviour(root="made/fast")
+    async with elsewhere(tmp_path, behaviour) as watched:
+        (replica,) = watched.fleet.replicas
+        behaviour.root = "made/precise"
+        await until(lambda: replica.spec.precision == "bf16" and replica.state is ReplicaState.READY)
+
+
 def canary_of(tmp_path: Path) -> Canary:
     """Return a canary with a file of its own."""
     return Canary(tmp_path / "canary.json", "this machine")

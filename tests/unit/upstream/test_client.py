@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 
+import httpx
 import pytest
 
-from router.upstream.client import LARGE_BYTES, PASSED_AT_ONCE, RetryBudget
+from router.api.problems import describe
+from router.upstream.client import LARGE_BYTES, PASSED_AT_ONCE, RetryBudget, no_answer, status_error
 from router.upstream.engine_request import RelayRequest
 from router.upstream.engine_stream import BufferedAnswer, EngineStream
 from router.upstream.errors import (
@@ -78,6 +80,38 @@ async def test_what_blames_the_request_is_not_tried_elsewhere(status: int) -> No
         assert (refused.value.status, refused.value.detail) == (status, "x" * 300)
         assert json.loads(refused.value.body)["error"]["message"] == "x" * 400
         assert (stack.replica(FAST).failed, stack.asked(), stack.held()) == (0, [1, 0, 0], 0)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "blames"),
+    [
+        (404, b"<html>404 page not found</html>", "engine"),
+        (405, b'{"detail":"Method Not Allowed"}', "engine"),
+        (410, b"", "engine"),
+        (400, b"[]", "engine"),
+        (302, b"", "engine"),
+        (404, b'{"error":{"message":"The model `x` does not exist.","param":"model","code":404}}', "engine"),
+        (404, b'{"error":{"message":"no such thing","code":404}}', "request"),
+        (400, b'{"object":"error","message":"older vLLM"}', "request"),
+        (422, b'{"detail":[{"loc":["body"],"msg":"wrong"}]}', "request"),
+    ],
+)
+def test_an_answer_that_is_not_vllms_is_the_engines_fault(status: int, body: bytes, blames: str) -> None:
+    """A proxy in front of it, or a model that it no longer has: another may answer."""
+    failure = status_error(httpx.Response(status), body)
+    assert type(failure) is (EngineFailed if blames == "engine" else EngineRefused)
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [("30", 30.0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0), ("soon", None), ("-1", None), ("", None)],
+)
+async def test_when_an_engine_wants_to_be_asked_again_is_passed_on(given: str, seconds: float | None) -> None:
+    """The soonest, if all say; the caller gets it as Retry-After."""
+    failures = [status_error(httpx.Response(429, headers={"retry-after": given}), b""), EngineFailed("x", 40.0)]
+    assert getattr(failures[0], "retry_after_s", None) == seconds
+    after = describe(no_answer(failures, "a", "b")).retry_after_s
+    assert after == (30 if seconds == 30.0 else 1)
 
 
 async def test_when_all_fail_every_cause_is_told() -> None:

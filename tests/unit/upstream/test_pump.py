@@ -145,8 +145,6 @@ async def test_events_that_come_one_by_one_wake_nobody() -> None:
 @pytest.mark.parametrize(
     "odd",
     [
-        b"event: x\n" + chat("a"),
-        b"x" + chat("a"),
         chat("a").replace(b'"delta"', b'"delta" '),
         chat("a").replace(b'"logprobs":null', b'"logprobs":{"content":[]}'),
         chat("a").replace(b'"content"', b'"reasoning"'),

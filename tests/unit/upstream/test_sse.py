@@ -58,6 +58,31 @@ async def test_what_came_together_is_returned_together() -> None:
     assert await stream.next() is None
 
 
+WRITINGS = {
+    "no space": b'data:{"choices":[],"n":1}\n\ndata:{"choices":[],"n":2}\n\ndata:[DONE]\n\n',
+    "names and ids": b'event: message\nid: 7\ndata: {"choices":[],"n":1}\n\nretry: 5\n'
+    b'data: {"choices":[],"n":2}\nevent: x\n\ndata: [DONE]\n\n',
+    "comments": b': a\ndata: {"choices":[],"n":1}\n:\n\n:\n\ndata: {"choices":[],"n":2}\n: b\n\ndata: [DONE]\n\n',
+    "CRLF": b'data: {"choices":[],"n":1}\r\n\r\n\r\ndata: {"choices":[],"n":2}\r\n\r\ndata: [DONE]\r\n\r\n',
+    "CR": b'data: {"choices":[],"n":1}\r\rdata: {"choices":[],"n":2}\r\rdata: [DONE]\r\r',
+    "blank lines": b'\n\ndata: {"choices":[],"n":1}\n\n\n\n\ndata: {"choices":[],"n":2}\n\n\ndata: [DONE] \n\n\n',
+    "lines of data": b'\xef\xbb\xbfdata: {"choices":\ndata: [],\ndata:"n":1}\n\n'
+    b'data: {"choices":[],\ndata:   "n":2}\nunknown\n\ndata\n\ndata:  [DONE]  \n\n',
+}
+
+
+@pytest.mark.parametrize("writing", WRITINGS)
+async def test_every_writing_of_events_is_read(writing: str) -> None:
+    """As the standard has it, wherever the stream is cut."""
+    stream = WRITINGS[writing]
+    for cut in range(1, len(stream)):
+        source, found = stream_of(Parts(stream[:cut], stream[cut : cut + 1], stream[cut + 1 :])), []
+        while (chunks := await source.next()) is not None:
+            found += [(given.data, given.raw) for given in chunks if given.data is not None]
+        assert [data for data, _ in found] == [{"choices": [], "n": number} for number in (1, 2)], cut
+        assert all(raw.startswith(b"data: {") and raw.count(b"\n") == 0 for _, raw in found)
+
+
 async def test_nothing_after_the_end_is_read() -> None:
     stream = stream_of(Parts(event(1) + DONE + b"\n\ndata: {nonsense\n\n"))
     assert await stream.next() == [chunk(1)]

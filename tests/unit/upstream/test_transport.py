@@ -388,6 +388,29 @@ async def test_a_connection_that_the_engine_closed_is_not_used_again() -> None:
             assert engine.connections == number + 1
 
 
+@pytest.mark.parametrize("begun", [b"", b"HTTP/1.1 2"])
+async def test_a_request_that_meets_the_close_of_its_connection_is_sent_again(begun: bytes) -> None:
+    """Once, on a new connection, if nothing of an answer has come; what fails on a new connection is not."""
+
+    async def once(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await engine.request(reader)
+        if engine.connections < 3:
+            writer.write(PLAIN)
+            await engine.request(reader)
+        writer.write(begun)
+        writer.close()
+
+    async with engine_with(once) as engine, transport() as made:
+        for number in range(3):
+            if number == 2 or (number == 1 and begun):
+                with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):
+                    await made.handle_async_request(post(engine.url))
+                break
+            assert await text_of(await made.handle_async_request(post(engine.url))) == b"hello"
+        assert engine.connections == (1 if begun else 3)
+        assert len(engine.heads) == (2 if begun else 5)
+
+
 async def test_connections_that_were_idle_for_long_are_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine may close one at any time by then, and nobody could tell whether it read the request."""
     now = [1000.0]
@@ -480,13 +503,23 @@ async def test_slots_are_waited_for_in_order_and_not_for_ever() -> None:
     assert engine.connections == 1
 
 
-async def test_no_connection_is_a_connect_error() -> None:
+async def test_no_connection_is_a_connect_error_that_names_the_cause() -> None:
     async with engine_with(answers(PLAIN)) as engine:
         pass
-    async with transport(max_requests=1) as made:
-        for _ in range(2):  # and its slot is free again
-            with pytest.raises(httpx.ConnectError):
-                await made.handle_async_request(post(engine.url))
+
+    async def deaf(_engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(5)
+        writer.close()
+
+    async with engine_with(deaf) as plain, transport(max_requests=1) as made:
+        for url, cause in (
+            (engine.url, "connection refused"),
+            ("http://none.invalid:80", "its name cannot be resolved"),
+            (plain.url.replace("http:", "https:"), "tls: no handshake"),
+        ):
+            for _ in range(2):  # and its slot is free again
+                with pytest.raises(httpx.ConnectError, match=cause):
+                    await made.handle_async_request(post(url))
 
 
 async def test_a_connection_that_is_not_made_in_time_is_a_connect_timeout() -> None:
