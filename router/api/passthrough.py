@@ -130,7 +130,7 @@ async def pass_on(deps: Passthrough, context: RequestContext, small: SmallReques
     grant = await deps.quotas.enter(context.caller, small.tokens, context.limits)
     used: int | None = None
     try:
-        status, media_type, content = await _first_answer(deps.upstream, small)
+        status, media_type, content = await _first_answer(deps.upstream, small, context.request_id)
         used = small.tokens
     except asyncio.CancelledError:
         used = small.tokens  # an engine may have worked for it
@@ -143,12 +143,15 @@ async def pass_on(deps: Passthrough, context: RequestContext, small: SmallReques
     await Response(content, status, context.headers, media_type)({"type": "http"}, no_body, send)
 
 
-async def _first_answer(upstream: Upstream, small: SmallRequest) -> tuple[int, str, bytes]:
+async def _first_answer(upstream: Upstream, small: SmallRequest, request_id: str) -> tuple[int, str, bytes]:
     """Ask one engine after another, those that need no wait first."""
     causes: list[UpstreamError] = []
     for engine in sorted(small.engines, key=lambda e: not upstream.passes_at_once(e.url, small.pool)):
         try:
-            return await upstream.pass_on(engine.url, engine.api_key, small.path, engine.body, small.pool)
+            ask = upstream.pass_on(
+                engine.url, engine.api_key, small.path, engine.body, small.pool, request_id=request_id
+            )
+            return await ask
         except (EngineUnreachable, EngineFailed) as error:
             causes.append(error)
     if causes:

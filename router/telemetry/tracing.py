@@ -70,6 +70,7 @@ SERVICE = "qarr-router"
 HTTP, GRPC = "http/protobuf", "grpc"
 UNTRACED = {"/route"}  # it serves nothing, and the page asks it while somebody types
 _PARENT = ContextVar("qarr_parent", default="")  # traceparent for the engines of a request that has no spans
+_BESIDE = ContextVar[tuple[tuple[bytes, bytes], ...]]("qarr_beside", default=())  # tracestate and baggage of such a request
 _TRACE_ID = ContextVar("qarr_trace_id", default=0)  # of the next root span, for which the sampler was asked beforehand
 DEFAULT_ENDPOINTS = {HTTP: "http://localhost:4318", GRPC: "http://localhost:4317"}
 
@@ -159,6 +160,8 @@ class Telemetry:
                     await wrapped(scope, receive, send)
                     return
                 given = f"{given[:-2]}00" if given else ""  # engines that trace keep to the sampler's choice
+            passed = {b"tracestate", b"baggage"} if given else {b"baggage"}
+            _BESIDE.set(tuple([(name, value) for name, value in scope["headers"] if name in passed]))
             _PARENT.set(given or f"00-{random_hex(32)}-{random_hex(16)}-00")
             await app(scope, receive, send)
 
@@ -283,11 +286,15 @@ class Telemetry:
             span = self._tracer.start_span(hop.name, kind=trace.SpanKind.CLIENT, attributes=attributes)
         return AttemptSpan(span, hop)
 
-    def context_headers(self, span: Span) -> list[tuple[bytes, bytes]]:
-        """Return the headers that carry the W3C trace context to an engine: the span's, or without one the caller's."""
+    def context_headers(self, span: Span | None = None) -> list[tuple[bytes, bytes]]:
+        """Return the headers that carry W3C trace context and baggage to an engine: of a span (None: the present one).
+
+        A request without spans passes on its caller's.
+        """
         if parent := _PARENT.get():
-            return [(b"traceparent", parent.encode("latin-1"))]
+            return [(b"traceparent", parent.encode("latin-1")), *_BESIDE.get()]
         carrier: dict[str, str] = {}
+        span = span or trace.get_current_span()
         if span.get_span_context().is_valid:
             propagate.inject(carrier, trace.set_span_in_context(span))
         return [(name.encode("ascii"), value.encode("latin-1")) for name, value in carrier.items()]

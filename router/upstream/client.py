@@ -180,7 +180,7 @@ class Upstream:
             yield from self._policy.successors(decision.tier, decision.query)
 
     async def pass_on(
-        self, url: str, api_key: str, path: str, body: bytes, pool: Pool = "own"
+        self, url: str, api_key: str, path: str, body: bytes, pool: Pool = "own", *, request_id: str = ""
     ) -> tuple[int, str, bytes]:
         """Pass a small request on to an engine, without a lease, and return status, media type and body.
 
@@ -191,9 +191,11 @@ class Upstream:
             EngineUnreachable: There was no whole answer in time.
             EngineFailed: The answer is an error of the engine's own.
         """
-        headers = {"content-type": "application/json"}
+        headers = [(b"content-type", b"application/json"), *self._telemetry.context_headers()]
         if api_key:
-            headers["authorization"] = f"Bearer {api_key}"
+            headers.append((b"authorization", b"Bearer " + api_key.encode("ascii")))
+        if request_id:
+            headers.append((b"x-request-id", request_id.encode("ascii")))
         request = httpx.Request("POST", url + path, headers=headers, content=body, extensions=self._streamed)
         places = self._passing.setdefault((pool, url), asyncio.Semaphore(PASSED_AT_ONCE))
         limit_s, sent = self._options.first_token_timeout_s, False

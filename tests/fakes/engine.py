@@ -90,6 +90,7 @@ class Behaviour:
         hung: Paths whose requests are taken and never answered.
         held: Requests that are held so now.
         instead: What it answers on some paths instead, with status 200, by path.
+        heads: Of the last request to each path.
         running: Requests that are computed now; ``callers``: those for streams of callers, of the ids that these need.
         adapters: Its LoRA adapters: folders by name.
         loads: Whether it loads them while it runs.
@@ -145,6 +146,7 @@ class Behaviour:
     held: int = 0
     raw: list[bytes] = field(default_factory=list)
     sent: list[bytes] = field(default_factory=list)
+    heads: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,7 @@ class _Faulty:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         b, path = self.behaviour, scope.get("path", "")
+        b.heads[path] = {name.decode(): value.decode() for name, value in scope.get("headers", ())}
         if path in b.hung:
             b.held += 1
             while (await receive())["type"] != "http.disconnect":

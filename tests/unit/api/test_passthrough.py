@@ -8,6 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
 
 from router.upstream.client import PASSED_AT_ONCE
 from tests.fakes.engine import Behaviour, FakeEngine, serving
@@ -42,6 +43,37 @@ async def with_embeddings(
 
 async def post(stack: Stack, path: str, **body: Any) -> httpx.Response:
     return await stack.client.post(f"{stack.url}{path}", json=body)
+
+
+@pytest.mark.parametrize("exported", [False, True])
+async def test_engines_get_trace_baggage_and_id_with_every_request(tmp_path: Path, *, exported: bool) -> None:
+    """Also with those that take no slot, and whether the router makes spans of its own or not."""
+    engine, hi, trace = Behaviour(), [{"role": "user", "content": "hi"}], f"00-{'1' * 32}-{'2' * 16}-01"
+    given = {"traceparent": trace, "tracestate": "a=b", "baggage": "user=7", "x-request-id": "mine"}
+    bodies: dict[str, dict[str, Any]] = {
+        **{path: {"messages": hi, "max_tokens": 9} for path in ("/v1/chat/completions", "/v1/messages")},
+        "/v1/responses": {"input": "hi"},
+        "/v1/completions": {"prompt": "hi"},
+        "/tokenize": {"prompt": "hi"},
+        EMBEDDINGS: {"input": "hi"},
+        "/v1/messages/count_tokens": {"messages": hi},
+        "/detokenize": {"tokens": [1]},
+    }
+    async with serving(FakeEngine(engine).app) as url:
+        settings, tracing = {"openai": {"embeddings_urls": [url]}}, TracerProvider() if exported else None
+        async with router_stack(tmp_path, settings, tracing) as stack:
+            for path, body in bodies.items():
+                asked = await stack.client.post(f"{stack.url}{path}", json={"model": "fast", **body}, headers=given)
+                assert (asked.status_code, asked.headers["x-qarr-trace-id"]) == (200, "1" * 32), asked.text
+                told = (engine if path == EMBEDDINGS else stack.engines[TierName.FAST]).heads[path]
+                assert (told["tracestate"], told["baggage"], told["traceparent"][:35]) == ("a=b", "user=7", trace[:35])
+                assert (told["traceparent"] == trace) is not exported
+                assert told["x-request-id"].startswith("mine")
+                await stack.client.post(
+                    f"{stack.url}{path}", json=body | {"model": "fast"}, headers={"tracestate": "a=b"}
+                )
+                told = (engine if path == EMBEDDINGS else stack.engines[TierName.FAST]).heads[path]
+                assert "tracestate" not in told, "it means nothing alone"
 
 
 async def leave(*asked: asyncio.Task[httpx.Response]) -> None:
