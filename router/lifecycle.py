@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import MutableHeaders
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable, Sequence
 
     from starlette.types import Message, Send
@@ -59,6 +59,7 @@ class ResponseTracker:
         complete: Whether all of its body was sent.
         status: The one sent; 499 if the client went away before.
         streams: Whether it is a stream of events.
+        early: Whether its head was sent before it was known who answers.
         write: Writes a part of the body at once, and tells whether the client can take more; None: the server cannot.
 
     Args:
@@ -66,13 +67,18 @@ class ResponseTracker:
         send_body: Sends to the server directly: middleware has no use for bodies.
     """
 
-    __slots__ = ("_send", "_send_body", "_server_state", "begun", "complete", "status", "streams", "write")
+    __slots__ = (
+        *("_early", "_send", "_send_body", "_server_state", "_timer"),
+        *("begun", "complete", "early", "status", "streams", "write"),
+    )
 
     def __init__(
         self, send: Send, send_body: Send, server_state: ServerState, write: Callable[[bytes], bool] | None = None
     ) -> None:
         self._send, self._send_body, self._server_state, self.write = send, send_body, server_state, write
-        self.begun = self.streams = self.complete = False
+        self.begun = self.streams = self.complete = self.early = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._early: asyncio.Task[None] | None = None
         self.status = CLIENT_GONE
 
     async def send(self, message: Message) -> None:
@@ -82,12 +88,44 @@ class ResponseTracker:
             self.complete = not message.get("more_body", False)
             return
         if message["type"] == "http.response.start":
+            if self._timer is not None:
+                await self._stop_waiting()
+                if self.early:
+                    return
             self.begun, self.status = True, message["status"]
             headers = message.get("headers", ())
             self.streams = any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers)
             if not self._server_state.open:
                 MutableHeaders(scope=message)["connection"] = "close"
         await self._send(message)
+
+    def await_first(self, interval_s: float, head: Message) -> None:
+        """Send a stream's head if it is late by this, then comments at this interval: proxies cut what is silent."""
+        self._timer = asyncio.get_running_loop().call_later(interval_s, self._begin_early, interval_s, head)
+
+    def _begin_early(self, interval_s: float, head: Message) -> None:
+        async def keep_alive() -> None:
+            self.begun = self.streams = self.early = True
+            self.status = head["status"]
+            await self._send(head)
+            while True:
+                await self._send_body({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
+                await asyncio.sleep(interval_s)
+
+        if not self.begun:
+            self._early = asyncio.create_task(keep_alive())
+
+    async def _stop_waiting(self) -> None:
+        self.close()
+        if self._early is not None:
+            await asyncio.wait({self._early})
+
+    def close(self) -> None:
+        """Send nothing more by itself."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._early is not None:
+            self._early.cancel()
 
     async def put(self, events: Sequence[bytes], *, last: bool) -> None:
         """Send events of a stream that has begun; ``last``: no more come. Without events, wait until they could be sent."""

@@ -164,6 +164,11 @@ class ServerSettings(Section):
     write_timeout_s: PositiveFloat = Field(
         30, description="A client that reads none of its answer for this long is disconnected, its request aborted."
     )
+    silence_s: NonNegativeFloat = Field(
+        15,
+        description="A stream without a first token for this long gets its head, without who answers it, and a comment at "
+        "this interval; a failure is an error event then, not a status. 0: never.",
+    )
     resume_s: PositiveFloat = Field(
         30, description="A resumable stream is kept this long after its end or after its connection is lost."
     )

@@ -21,7 +21,7 @@ from router.api.paths import ErrorForm
 from router.api.problems import describe
 from router.api.provider import with_provider
 from router.api.resumable import ResumableStream, ResumableStreams, ResumedElsewhere, StreamGone
-from router.api.serving import EVENT_STREAM, STREAM_HEADERS, answer_headers, send_whole, serve_stream
+from router.api.serving import EVENT_STREAM, STREAM_HEADERS, answer_headers, await_first, send_whole, serve_stream
 from router.api.truncation import cutter_for
 from router.pipeline.pipeline import engine_request_id
 from router.pipeline.request import ParsedRequest, class_priority, session_of
@@ -141,6 +141,8 @@ class Generate:
         request = read_request(body, context, settings.limits, pipeline.counter, pipeline.fleet)
         request = fitted(request, pipeline, chat=body.messages is not None)
         decision = pipeline.decide(request)
+        if body.stream:
+            await_first(context, tracker_of(scope), settings.server.silence_s)
         if body.resumable:
             make = partial(self._make, request, decision)
             stream = self.streams.open(context.caller.key_id, make, context.request_id)

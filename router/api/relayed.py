@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from router.api.asgi import cancel_on_disconnect, context_of, read_body, start_message, tracker_of
 from router.api.models import read_document
 from router.api.openai_events import report_on, with_member
-from router.api.serving import EVENT_STREAM, STREAM_HEADERS, answer_headers, send_whole, serve_stream
+from router.api.serving import EVENT_STREAM, STREAM_HEADERS, answer_headers, await_first, send_whole, serve_stream
 from router.pipeline.request import ParsedRequest
 from router.upstream.engine_stream import BufferedAnswer, EngineStream
 
@@ -84,6 +84,7 @@ class RelayEndpoint(ABC, Generic[Call]):
         request = self.read(document, context_of(scope))
         decision = pipeline.decide(request)
         if request.streamed:
+            await_first(request.context, tracker_of(scope), self.settings.server.silence_s)
             await serve_stream(pipeline, request, decision, partial(self._begin, request, send, tracker_of(scope)))
         else:
             await pipeline.serve(request, decision, partial(self._send_whole, request, send))

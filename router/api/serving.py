@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from router.lifecycle import ResponseTracker
     from router.pipeline.pipeline import Pipeline
     from router.pipeline.registry import ActiveRequest
-    from router.pipeline.request import ParsedRequest
+    from router.pipeline.request import ParsedRequest, RequestContext
     from router.policy.decision import Decision
     from router.settings import TelemetrySettings
     from router.upstream.engine_stream import EngineAnswer
@@ -68,6 +68,12 @@ async def serve_stream(pipeline: Pipeline, request: ParsedRequest, decision: Dec
         await sink.put(end, last=True)
 
     await pipeline.serve(request, decision, consume)
+
+
+def await_first(context: RequestContext, tracker: ResponseTracker, silence_s: float) -> None:
+    """Keep a stream's connection alive while its first token is awaited; the head says nothing of who answers then."""
+    if silence_s:
+        tracker.await_first(silence_s, start_message(context.headers, EVENT_STREAM, STREAM_HEADERS))
 
 
 async def _relay(stream: EngineStream, encoder: Encoder, sink: Sink) -> None:

@@ -94,6 +94,7 @@ class Gate:
                 await _end_with_error(scope, receive, tracker)
         finally:
             self._server_state.active_requests.discard(task)
+            tracker.close()
             forget(scope)
             log_failure(scope, tracker.status)
             self._telemetry.record_status(tracker.status)
@@ -124,9 +125,14 @@ class Gate:
         try:
             await endpoint(scope, receive, tracker.send)
         except Exception as error:  # as Starlette's middleware does it
-            if tracker.begun:
+            if tracker.early and not tracker.complete:
+                tracker.close()
+                problem = describe(error).event(error_form(scope["path"]), context.ids)
+                await tracker.send(body_message(problem + b"\n\n", more=False))
+            elif tracker.begun:
                 raise
-            await response_to(error, scope)(scope, receive, tracker.send)
+            else:
+                await response_to(error, scope)(scope, receive, tracker.send)
             if not is_known(error):
                 raise
 
@@ -190,6 +196,7 @@ def is_address_or_local(host: str, names: frozenset[str]) -> bool:
 
 async def _end_with_error(scope: Scope, receive: Receive, tracker: ResponseTracker) -> None:
     form, context = error_form(scope["path"]), context_of(scope)
+    tracker.close()
     problem = describe(Draining("this router has ended before the answer was complete: ask again"))
     if not tracker.begun:
         await problem.response(context, form)(scope, receive, tracker.send)

@@ -70,7 +70,9 @@ SERVICE = "qarr-router"
 HTTP, GRPC = "http/protobuf", "grpc"
 UNTRACED = {"/route"}  # it serves nothing, and the page asks it while somebody types
 _PARENT = ContextVar("qarr_parent", default="")  # traceparent for the engines of a request that has no spans
-_BESIDE = ContextVar[tuple[tuple[bytes, bytes], ...]]("qarr_beside", default=())  # tracestate and baggage of such a request
+_BESIDE = ContextVar[tuple[tuple[bytes, bytes], ...]](
+    "qarr_beside", default=()
+)  # tracestate and baggage of such a request
 _TRACE_ID = ContextVar("qarr_trace_id", default=0)  # of the next root span, for which the sampler was asked beforehand
 DEFAULT_ENDPOINTS = {HTTP: "http://localhost:4318", GRPC: "http://localhost:4317"}
 
