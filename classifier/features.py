@@ -7,6 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from classifier.kinds import JUDGED, Complexity, PromptClass
+from classifier.tokens import CHARS_PER_TOKEN, PIECE_CHARS
 
 if TYPE_CHECKING:
     from classifier.model import Model, Prediction
@@ -66,7 +67,9 @@ def extract(text: str, counter: TokenCounter, context_tokens: int = 0) -> Prompt
     Raises:
         WeightsError: At the first call, if the weights that come with the package cannot be read.
     """
-    tokens = counter.count(text)
+    # Of a long text's own tokens nothing is decided where those of all that the model reads are known.
+    known = bool(context_tokens) and len(text) > PIECE_CHARS
+    tokens = min(int(len(text) // CHARS_PER_TOKEN), context_tokens) if known else counter.count(text)
     found = _model().predict(text)
     has_code = found.has_code >= _EVEN
     length = max(tokens, context_tokens)

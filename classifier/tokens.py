@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 CHARS_PER_TOKEN = 3.0  # English prose has 4 to 5, code fewer: the estimate errs on the long side
 # From here on scripts without spaces, about a token a character.
+PIECE_CHARS = 50_000  # of a text that is counted at once
+MAX_CHARS = 400_000  # of a text that is counted
 _WIDE = re.compile("[\u2e80-\U0010ffff]")
 _PROBES = (
     "The capital of France is Paris.\n\n  It's 1984, or 3.50 x_1 == 12345?",
@@ -121,8 +123,16 @@ class ModelTokenCounter(TokenCounter):
         return self._encode_slowly(text)
 
     def count(self, text: str) -> int:
-        """Return the number of tokens of a text, without any that a chat template adds."""
-        return len(self.encode(text))
+        """Return the number of tokens of a text, without any that a chat template adds.
+
+        A long text is counted in pieces, each of which may count one token more: a library that reads it at once would
+        keep other threads waiting, or overflow its stack. One that fits no context is estimated.
+        """
+        if len(text) <= PIECE_CHARS:
+            return len(self.encode(text))
+        if len(text) > MAX_CHARS:
+            return int(len(text) // CHARS_PER_TOKEN)
+        return sum(len(self.encode(text[at : at + PIECE_CHARS])) for at in range(0, len(text), PIECE_CHARS))
 
     def _encode_slowly(self, text: str) -> list[int]:
         ids: list[int] = self._reference.encode(text, add_special_tokens=False).ids

@@ -7,7 +7,7 @@ import gzip
 import time
 import zlib
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple
 
 import zstandard
 
@@ -21,9 +21,14 @@ if TYPE_CHECKING:
 
 CONTEXT, TRACKER = "qarr.context", "qarr.tracker"  # in a scope: what ``context_of`` and ``tracker_of`` return
 CLIENT = "qarr.client"  # in a scope: the request's ``Client``, where the server has one
+LARGE_BODY = 1 << 16  # bytes
 CODINGS = ("gzip", "deflate", "zstd")  # of a request's body
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 HOLD = "qarr.hold"  # in the message that starts an answer: its body follows at once
+
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
 
 
 class Client(Protocol):
@@ -185,6 +190,11 @@ def _zstd(body: bytes, limit: int) -> bytes:
         if not frame.eof or frame.unused_data:
             raise EOFError("it is not one whole frame")
     return found
+
+
+async def apart(size: int, work: Callable[[*Args], T], *args: *Args) -> T:
+    """Do work on a body of so many bytes: on a large one in a thread, so that it keeps nobody waiting."""
+    return await asyncio.to_thread(work, *args) if size > LARGE_BODY else work(*args)
 
 
 def cancel_on_disconnect(scope: Scope) -> None:

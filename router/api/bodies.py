@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 from starlette.responses import Response
 
 from router.pipeline.request import NO_BOUNDS, RoutingOptions, Truncate
@@ -81,6 +81,9 @@ def not_here(location: Sequence[Any]) -> bool:
     return len(location) > 1 and location[0] == "provider" and location[1] in NOT_HERE
 
 
+MOST_ERRORS = 10  # that one answer tells of a body
+MOST_NAME_CHARS = 100  # of a field that the caller has named
+READ_CHARS = 50_000  # of all errors, rendered: more than the first few take
 BROKEN = {ReplicaState.FAILED, ReplicaState.UNREACHABLE, ReplicaState.QUARANTINED}
 
 
@@ -280,12 +283,22 @@ def routing_allowed(rules: Rules) -> dict[str, str]:
 
 def problems_of(error: ValidationError, allowed: Mapping[str, str], *within: str) -> tuple[FieldProblem, ...]:
     """Return the errors that pydantic found in a body, or in the object ``within`` it, with what is allowed."""
-    errors = error.errors(include_url=False, include_input=False)
-    return tuple(_problem_of({**each, "loc": (*within, *each["loc"])}, allowed) for each in errors)
+    told = tuple(_problem_of({**each, "loc": (*within, *each["loc"])}, allowed) for each in first_errors(error))
+    beyond = error.error_count() - len(told)
+    return (*told, FieldProblem("body", f"{beyond} more errors of this kind", "none")) if beyond else told
+
+
+def first_errors(error: ValidationError) -> list[ErrorDetails]:
+    """Return the first few errors that pydantic found: a body may have a hundred thousand, which take long to render."""
+    if error.error_count() <= MOST_ERRORS:
+        return error.errors(include_url=False, include_input=False)
+    text = error.json(include_url=False, include_input=False, include_context=False)
+    found: list[ErrorDetails] = from_json(text[:READ_CHARS], allow_partial=True)
+    return [each for each in found[:MOST_ERRORS] if "msg" in each]  # the last one may be cut
 
 
 def _problem_of(error: ErrorDetails, allowed: Mapping[str, str]) -> FieldProblem:
-    field = ".".join(str(part) for part in error["loc"])
+    field = ".".join(str(part)[:MOST_NAME_CHARS] for part in error["loc"])
     named = ".".join(part for part in error["loc"] if isinstance(part, str))  # without the places in lists
     if not field:
         text = error["msg"].removeprefix("Invalid JSON: ")

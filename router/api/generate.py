@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from router.api.asgi import body_message, cancel_on_disconnect, context_of, read_body, start_message, tracker_of
+from router.api.asgi import apart, body_message, cancel_on_disconnect, context_of, read_body, start_message, tracker_of
 from router.api.bodies import FieldProblem, InvalidBody, Rules
 from router.api.generate_body import messages_of, parse_generate, read_messages
 from router.api.models import adapter_names
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from classifier import TokenCounter
     from router.api.generate_body import GenerateBody
     from router.api.serving import Encoder, Sink
+    from router.api.truncation import Cutter
     from router.lifecycle import ResponseTracker
     from router.pipeline.pipeline import Pipeline
     from router.pipeline.registry import ActiveRequest
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision
     from router.settings import LimitSettings, Settings
     from router.upstream.sse import Chunk, PlainTexts
-    from tiers.fleet import Fleet
 
 STREAM_ID = "x-qarr-stream-id"
 
@@ -69,44 +68,47 @@ class GenerateRequest(ParsedRequest):
         )
 
 
-def read_request(
-    body: GenerateBody, context: RequestContext, limits: LimitSettings, counter: TokenCounter, fleet: Fleet
-) -> GenerateRequest:
-    """Return a request whose body has been checked.
+async def read_request(
+    content: bytes, rules: Rules, context: RequestContext, pipeline: Pipeline
+) -> tuple[GenerateBody, GenerateRequest]:
+    """Return a request's body, checked, and what it asks for, cut where its caller has asked for it and it is too long.
 
     Raises:
         BeyondKey: The priority is beyond the caller's key.
         InvalidBody: No tier offers its adapter, or a precision that it allows.
     """
+    size, fleet, counter = len(content), pipeline.fleet, pipeline.counter
+    body = await apart(size, parse_generate, content, rules)
+    del content  # not to be held for as long as the answer takes
     if body.adapter is not None and body.adapter not in (offered := adapter_names(fleet)):
         known = f"one of {', '.join(offered)}" if offered else "none: no tier offers an adapter"
         raise InvalidBody((FieldProblem("adapter", f"{body.adapter[:100]!r} is offered by no tier", known),))
     messages = messages_of(body)
     asked = body.priority if "priority" in body.model_fields_set else None
-    return GenerateRequest(
+    request = GenerateRequest(
         context=context,
-        prompt=read_messages(messages, counter),
+        prompt=await apart(size, read_messages, messages, counter),
         options=with_provider(
             body.options(class_priority(context.caller, asked, "priority"), "tier"), body.provider, fleet
         ),
-        max_tokens=body.max_tokens or limits.default_max_tokens,
+        max_tokens=body.max_tokens or rules.limits.default_max_tokens,
         limited=body.max_tokens is not None,
-        sampling=_sampling(body, limits),
+        sampling=_sampling(body, rules.limits),
         messages=tuple(messages),
         adapter=body.adapter,
         session=session_of(context),
     )
-
-
-def fitted(request: GenerateRequest, pipeline: Pipeline, *, chat: bool) -> GenerateRequest:
-    """Return a request that fits the longest context, cut where its caller has asked for it and it can be cut so far."""
-    cutter = cutter_for(request, pipeline)
+    cutter = await cutter_for(request, pipeline, size)
     if cutter is None:
-        return request
+        return body, request
+    return body, await apart(size, partial(_cut, chat=body.messages is not None), request, cutter)
+
+
+def _cut(request: GenerateRequest, cutter: Cutter, *, chat: bool) -> GenerateRequest:
     made = cutter.chat([dict(m) for m in request.messages], 0) if chat else cutter.prompt(request.messages)
     if made is None:
         return request
-    prompt = read_messages(made, pipeline.counter)
+    prompt = read_messages(made, cutter.counter)
     told = cutter.disclosed(prompt, len(request.messages) - len(made))
     return replace(request, messages=tuple(made), prompt=prompt, truncated=told)
 
@@ -136,10 +138,8 @@ class Generate:
         if last_event_id := context.header(b"last-event-id"):
             await self._resume(last_event_id, context, scope, receive, send)
             return
-        body = parse_generate(content, self.rules)
+        body, request = await read_request(content, self.rules, context, pipeline)
         del content  # not to be held for as long as the answer takes
-        request = read_request(body, context, settings.limits, pipeline.counter, pipeline.fleet)
-        request = fitted(request, pipeline, chat=body.messages is not None)
         decision = pipeline.decide(request)
         if body.stream:
             await_first(context, tracker_of(scope), settings.server.silence_s)
@@ -214,14 +214,13 @@ class Route:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, which counts as one of no tokens. A refusal is a decision too: 200, with ``tier`` null."""
-        pipeline, limits, context = self.pipeline, self.settings.limits, context_of(scope)
+        pipeline, context = self.pipeline, context_of(scope)
         pipeline.telemetry.name_server_span(scope, "/route")
-        body = parse_generate(await read_body(scope, receive, self.settings.server.max_body_bytes), self.rules)
+        content = await read_body(scope, receive, self.settings.server.max_body_bytes)
         grant = await pipeline.quotas.enter(context.caller, 0, context.limits)
         counted: int | None = None
         try:
-            request = read_request(body, context, limits, pipeline.counter, pipeline.fleet)
-            request = fitted(request, pipeline, chat=body.messages is not None)
+            _, request = await read_request(content, self.rules, context, pipeline)
             rendered = render_decision(pipeline.decide(request, serve=False))
             counted = 0
         finally:

@@ -13,7 +13,7 @@ from router.api.bodies import FieldProblem, InvalidBody
 from router.api.models import resolve
 from router.api.openai import priority_to_send, routing_fields, undraftable_of
 from router.api.openai_events import with_member
-from router.api.openai_prompt import PART_TOKENS, SYSTEM_ROLES, count, last_turn, other_parts, text_of
+from router.api.openai_prompt import PART_TOKENS, SYSTEM_ROLES, last_turn, other_parts, text_of
 from router.api.paths import MESSAGES, RESPONSES, error_form
 from router.api.problems import NotStored, describe
 from router.api.provider import provider_of, with_provider
@@ -69,8 +69,8 @@ class Conversation:
     def prompt(self, counter: TokenCounter) -> PromptText:
         """Return what routing reads of it."""
         texts = [turn["content"] for turn in self.turns]
-        parts = [chat_part(turn["role"], turn["content"], count(counter, turn["content"])) for turn in self.turns]
-        parts += [Part(text, count(counter, text)) for text in self.extras]
+        parts = [chat_part(turn["role"], turn["content"], counter.count(turn["content"])) for turn in self.turns]
+        parts += [Part(text, counter.count(text)) for text in self.extras]
         tokens = sum(part.tokens for part in parts) + PART_TOKENS * len(self.others)
         return PromptText(
             text=last_turn(self.turns, texts),
@@ -219,8 +219,12 @@ APIS = {
 class NamedEvents(RelayEndpoint[PassedCall]):
     """The endpoints ``POST /v1/messages`` and ``POST /v1/responses``."""
 
-    def read(self, document: JsonObject, context: RequestContext) -> PassedCall:
-        """Read what routing needs of a request."""
+    def prompt(self, document: JsonObject) -> PromptText:
+        """Read a request's prompt."""
+        return APIS[self.path].read(document).prompt(self.pipeline.counter)
+
+    def read(self, document: JsonObject, context: RequestContext, prompt: PromptText) -> PassedCall:
+        """Read what else routing needs of a request."""
         settings, api = self.settings, APIS[self.path]
         choice = resolve(document, settings.openai, self.pipeline.fleet)
         fields, hint_field = routing_fields(document, context, choice.tier, self.rules)
@@ -236,7 +240,7 @@ class NamedEvents(RelayEndpoint[PassedCall]):
             path=self.path,
             document=document,
             answers=api.answers,
-            prompt=conversation.prompt(self.pipeline.counter),
+            prompt=prompt,
             options=with_provider(fields.options(priority or 0, hint_field), provider, self.pipeline.fleet),
             max_tokens=min(max(limit, 1), MAX_COUNT),
             limited=named is not None,

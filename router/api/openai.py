@@ -9,10 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from router.api.bodies import FieldProblem, InvalidBody, RoutingFields, Rules, routing_allowed
+from router.api.asgi import apart
+from router.api.bodies import (
+    MOST_NAME_CHARS,
+    FieldProblem,
+    InvalidBody,
+    RoutingFields,
+    Rules,
+    first_errors,
+    routing_allowed,
+)
 from router.api.models import resolve
 from router.api.openai_events import RelayedEvents
-from router.api.openai_prompt import beside, count, read_chat, read_completion
+from router.api.openai_prompt import beside, read_chat, read_completion
 from router.api.paths import CHAT
 from router.api.provider import provider_of, with_provider
 from router.api.relayed import RelayedCall, RelayEndpoint
@@ -23,10 +32,7 @@ from router.upstream.engine_request import DEFAULT_COMPLETION, RelayRequest, res
 from router.upstream.json_object import JsonObject, as_boolean, as_integer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from classifier import TokenCounter
-    from router.pipeline.pipeline import Pipeline
+    from router.api.truncation import Cutter
     from router.pipeline.request import PromptText, RequestContext
     from router.policy.decision import Decision
     from router.settings import TierPolicy
@@ -103,7 +109,11 @@ class Completions(RelayEndpoint[CompletionRequest]):
         """Return what writes the events of a stream."""
         return RelayedEvents(answer, report, chat=self.path == CHAT, wants_usage=request.wants_usage)
 
-    def read(self, document: JsonObject, context: RequestContext) -> CompletionRequest:
+    def prompt(self, document: JsonObject) -> PromptText:
+        """Read a request's prompt."""
+        return (read_chat if self.path == CHAT else read_completion)(document, self.pipeline.counter)
+
+    def read(self, document: JsonObject, context: RequestContext, prompt: PromptText) -> CompletionRequest:
         """Read what routing needs of a request for a completion.
 
         Raises:
@@ -111,12 +121,10 @@ class Completions(RelayEndpoint[CompletionRequest]):
             UnknownModel: Its model is none of ours.
             BeyondKey: The priority is beyond the caller's key.
         """
-        settings, counter = self.settings, self.pipeline.counter
+        settings = self.settings
         chat, choice = self.path == CHAT, resolve(document, settings.openai, self.pipeline.fleet)
         fields, hint_field = routing_fields(document, context, choice.tier, self.rules)
         provider = provider_of(document, self.rules)
-        read_prompt = read_chat if chat else read_completion
-        prompt = read_prompt(document, counter)
         named = as_integer(document.get("max_completion_tokens")) if chat else None
         named = as_integer(document.get("max_tokens")) if named is None else named
         limit = named
@@ -124,7 +132,7 @@ class Completions(RelayEndpoint[CompletionRequest]):
             limit = settings.limits.default_max_tokens if chat else DEFAULT_COMPLETION
         sequences = _sequences(document, prompt, settings.limits.max_sequences, chat=chat)
         priority = priority_to_send(document, fields, context)
-        request = CompletionRequest(
+        return CompletionRequest(
             context=context,
             path=self.path,
             document=document,
@@ -140,28 +148,26 @@ class Completions(RelayEndpoint[CompletionRequest]):
             undraftable=undraftable_of(document),
             session=session_of(context, document.get("prompt_cache_key"), document.get("user")),
         )
-        return fitted(request, self.pipeline, read_prompt)
 
+    async def fitted(self, request: CompletionRequest) -> CompletionRequest:
+        """Return a request that fits the longest context, cut where its caller has asked for it and it can be cut so far."""
+        size = len(request.document.raw)
+        cutter = await cutter_for(request, self.pipeline, size)
+        return request if cutter is None else await apart(size, self._cut, request, cutter)
 
-def fitted(
-    request: CompletionRequest, pipeline: Pipeline, read: Callable[[JsonObject, TokenCounter], PromptText]
-) -> CompletionRequest:
-    """Return a request that fits the longest context, cut where its caller has asked for it and it can be cut so far."""
-    cutter = cutter_for(request, pipeline)
-    if cutter is None:
-        return request
-    name, counter = "messages" if request.prompt.messages else "prompt", pipeline.counter
-    given, made, dropped = request.document.get(name), None, 0
-    if name == "prompt":
-        made = cut_prompts(given, cutter)
-    elif all(isinstance(message, dict) for message in given):  # else the engine says best what is wrong with it
-        made = cutter.chat(given, sum(count(counter, text) for text in beside(request.document)))
-        dropped = len(given) - len(made or ())
-    if made is None:
-        return request
-    document = JsonObject.parse(request.document.edited({name: json.dumps(made).encode()}))
-    prompt = read(document, counter)
-    return replace(request, document=document, prompt=prompt, truncated=cutter.disclosed(prompt, dropped))
+    def _cut(self, request: CompletionRequest, cutter: Cutter) -> CompletionRequest:
+        name, counter = "messages" if request.prompt.messages else "prompt", self.pipeline.counter
+        given, made, dropped = request.document.get(name), None, 0
+        if name == "prompt":
+            made = cut_prompts(given, cutter)
+        elif all(isinstance(message, dict) for message in given):  # else the engine says best what is wrong with it
+            made = cutter.chat(given, sum(counter.count(text) for text in beside(request.document)))
+            dropped = len(given) - len(made or ())
+        if made is None:
+            return request
+        document = JsonObject.parse(request.document.edited({name: json.dumps(made).encode()}))
+        prompt = self.prompt(document)
+        return replace(request, document=document, prompt=prompt, truncated=cutter.disclosed(prompt, dropped))
 
 
 def undraftable_of(document: JsonObject) -> str:
@@ -234,8 +240,8 @@ def _from_body(document: JsonObject, rules: Rules) -> dict[str, Any]:
         fields = OpenAIFields.model_validate(given, context=rules)
     except ValidationError as error:
         problems, allowed = [], _allowed(rules)
-        for e in error.errors(include_url=False, include_input=False):
-            field = ".".join(map(str, e["loc"]))
+        for e in first_errors(error):
+            field = ".".join(map(str, e["loc"]))[:MOST_NAME_CHARS]
             problems.append(
                 FieldProblem(f"qarr.{field}".rstrip("."), e["msg"].lower(), allowed.get(field, allowed[""]))
             )

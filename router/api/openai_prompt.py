@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 SHORT_CHARS = 200  # a shorter last turn ("and now in Rust?") is read together with the user's previous turn
 PART_TOKENS = 1000  # assumed for each part that is not text: no tier's tokenizer can count those
-MAX_CHARS = 400_000  # a longer text is estimated: it fits no context, and an exact count would block other requests
-CHARS_PER_TOKEN = 3
 SYSTEM_ROLES = ("system", "developer")
 # Known types of parts. Any other name is the caller's own text, which is not recorded.
 KINDS = (
@@ -36,10 +34,10 @@ def read_chat(document: JsonObject, counter: TokenCounter) -> PromptText:
     extras = beside(document)
     calls = ["".join([str(m[key]) for key in ("tool_calls", "function_call") if m.get(key)]) for m in messages]
     parts = [
-        Part(text, count(counter, text)) for text in extras
+        Part(text, counter.count(text)) for text in extras
     ]  # templates write them first, or after the system prompt
     for message, text, call in zip(messages, texts, calls, strict=True):
-        parts.append(chat_part(message.get("role"), text + call, count(counter, text) + count(counter, call)))
+        parts.append(chat_part(message.get("role"), text + call, counter.count(text) + counter.count(call)))
     tokens = sum([part.tokens for part in parts]) + PART_TOKENS * len(others)
     return PromptText(
         text=last_turn(messages, texts),
@@ -64,7 +62,7 @@ def read_completion(document: JsonObject, counter: TokenCounter) -> PromptText:
     several = prompt if isinstance(prompt, list) and not is_ids(prompt) else [prompt]
     texts = [item for item in several if isinstance(item, str)]
     lists = [item for item in several if is_ids(item)]
-    counts = [count(counter, text) for text in texts] + [len(item) for item in lists]
+    counts = [counter.count(text) for text in texts] + [len(item) for item in lists]
     ids = () if texts or not counts else ("token ids",)
     read = texts or [" ".join(map(str, item)) for item in lists[:1]]
     return PromptText(
@@ -76,11 +74,6 @@ def read_completion(document: JsonObject, counter: TokenCounter) -> PromptText:
         parts=tuple(map(Part, read[:1], counts[:1])),
         salt=str(document.get("cache_salt", "")),
     )
-
-
-def count(counter: TokenCounter, text: str) -> int:
-    """Count a text's tokens, or estimate them if no context can hold the text."""
-    return counter.count(text) if len(text) <= MAX_CHARS else len(text) // CHARS_PER_TOKEN
 
 
 def last_turn(messages: list[dict[str, Any]], texts: list[str]) -> str:

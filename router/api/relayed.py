@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from router.api.asgi import cancel_on_disconnect, context_of, read_body, start_message, tracker_of
+from router.api.asgi import apart, cancel_on_disconnect, context_of, read_body, start_message, tracker_of
 from router.api.models import read_document
 from router.api.openai_events import report_on, with_member
 from router.api.serving import EVENT_STREAM, STREAM_HEADERS, answer_headers, await_first, send_whole, serve_stream
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from router.lifecycle import ResponseTracker
     from router.pipeline.pipeline import Pipeline
     from router.pipeline.registry import ActiveRequest
-    from router.pipeline.request import RequestContext
+    from router.pipeline.request import PromptText, RequestContext
     from router.settings import Settings
     from router.upstream.json_object import JsonObject
 
@@ -62,8 +62,16 @@ class RelayEndpoint(ABC, Generic[Call]):
     rules: Rules
 
     @abstractmethod
-    def read(self, document: JsonObject, context: RequestContext) -> Call:
-        """Read what routing needs of a request.
+    def prompt(self, document: JsonObject) -> PromptText:
+        """Read a request's prompt, and count its tokens."""
+
+    async def fitted(self, request: Call) -> Call:
+        """Return a request that fits the longest context, cut where its caller has asked for it and it can be cut so far."""
+        return request
+
+    @abstractmethod
+    def read(self, document: JsonObject, context: RequestContext, prompt: PromptText) -> Call:
+        """Read what else routing needs of a request.
 
         Raises:
             InvalidBody: It has an option that is not valid.
@@ -79,9 +87,11 @@ class RelayEndpoint(ABC, Generic[Call]):
         """Answer one request. Work stops when the client goes away."""
         pipeline = self.pipeline
         pipeline.telemetry.name_server_span(scope, self.path)
-        document = read_document(await read_body(scope, receive, self.settings.server.max_body_bytes))
+        body = await read_body(scope, receive, self.settings.server.max_body_bytes)
         cancel_on_disconnect(scope)
-        request = self.read(document, context_of(scope))
+        document = await apart(len(body), read_document, body)
+        prompt = await apart(len(body), self.prompt, document)
+        request = await self.fitted(self.read(document, context_of(scope), prompt))
         decision = pipeline.decide(request)
         if request.streamed:
             await_first(request.context, tracker_of(scope), self.settings.server.silence_s)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from router.api.openai_prompt import PART_TOKENS, SYSTEM_ROLES, count, is_ids, other_parts, text_of
+from router.api.asgi import apart
+from router.api.openai_prompt import PART_TOKENS, SYSTEM_ROLES, is_ids, other_parts, text_of
 from router.pipeline.request import query_of
 from router.policy.decide import longest_context
 
@@ -48,7 +49,7 @@ class Cutter:
                 return text[len(text) - chars :]
             return text[: chars - chars // 2] + text[len(text) - chars // 2 :]
 
-        return piece(_largest(lambda chars: count(self.counter, piece(chars)), len(text), most, self._tokens(text)))
+        return piece(_largest(lambda chars: self._tokens(piece(chars)), len(text), most, self._tokens(text)))
 
     def chat(self, messages: Sequence[dict[str, Any]], others: int) -> list[dict[str, Any]] | None:
         """Return a chat that fits beside ``others``, the tokens of tools; None: it cannot be cut so far."""
@@ -60,18 +61,23 @@ class Cutter:
         """Return one prompt, and perhaps a system prompt before it, that fit; None: it cannot be cut so far."""
         *before, last = map(dict, messages)
         beside = sum(self._tokens(message["content"]) for message in before)
-        text = self.text(last["content"], self.room - beside - self._added([*before, last]))
+        text = self.text(last["content"], self.room - beside - self._added((*before, last)[0], len(before) + 1))
         return [*before, {**last, "content": text}] if text else None
 
     def _without_oldest(
         self, messages: Sequence[dict[str, Any]], sizes: Sequence[int], others: int
     ) -> list[dict[str, Any]] | None:
-        kept = set(range(len(messages)))
-        for unit in (None, *_droppable(messages)):
-            kept.difference_update(unit or ())
-            left = [messages[number] for number in sorted(kept)]
-            if self._fits(left, sum(sizes[number] for number in kept) + others):
-                return left
+        dropped: set[int] = set()
+        tokens, first = sum(sizes) + others, 0
+        for unit in ((), *_droppable(messages)):
+            for number in unit:
+                if messages[number].get("role") not in SYSTEM_ROLES:
+                    dropped.add(number)
+                    tokens -= sizes[number]
+            while first in dropped:
+                first += 1
+            if tokens + self._added(messages[first], len(messages) - len(dropped)) <= self.room:
+                return [message for number, message in enumerate(messages) if number not in dropped]
         return None
 
     def _shorter(
@@ -81,18 +87,15 @@ class Cutter:
         if not texts:
             return None
         tokens, number = max(texts)
-        excess = sum(sizes) + others + self._added(messages) - self.room
+        excess = sum(sizes) + others + self._added(messages[0], len(messages)) - self.room
         if excess >= tokens:
             return None
         made = list(messages)
         made[number] = {**made[number], "content": self.text(made[number]["content"], tokens - max(excess, 0))}
         return made
 
-    def _fits(self, messages: Sequence[dict[str, Any]], tokens: int) -> bool:
-        return tokens + self._added(messages) <= self.room
-
-    def _added(self, messages: Sequence[dict[str, Any]]) -> int:
-        return self.template.conversation(len(messages), system=messages[0].get("role") in SYSTEM_ROLES)
+    def _added(self, first: Mapping[str, Any], messages: int) -> int:
+        return self.template.conversation(messages, system=first.get("role") in SYSTEM_ROLES)
 
     def _size(self, message: dict[str, Any]) -> int:
         """Return a message's tokens, as ``openai_prompt.read_chat`` counts them."""
@@ -101,7 +104,7 @@ class Cutter:
         return self._tokens(text_of(content)) + self._tokens(calls) + PART_TOKENS * len(other_parts(content))
 
     def _tokens(self, text: str) -> int:
-        return count(self.counter, text)
+        return self.counter.count(text)
 
     def disclosed(self, prompt: PromptText, messages: int) -> str:
         """Return what is told of the cut: how many tokens and messages were dropped."""
@@ -109,13 +112,16 @@ class Cutter:
         return f"{self.how}; dropped_tokens={self.before - left}; dropped_messages={messages}"
 
 
-def cutter_for(request: ParsedRequest, pipeline: Pipeline) -> Cutter | None:
-    """Return what cuts a request; None: nothing is to be cut, since a tier that may serve it holds it, or nobody asked."""
+async def cutter_for(request: ParsedRequest, pipeline: Pipeline, size: int) -> Cutter | None:
+    """Return what cuts a request, whose body has so many bytes.
+
+    None: nothing is to be cut, since a tier that may serve it holds it, or nobody asked.
+    """
     how = request.options.truncate
     if how is None:
         return None
     template = pipeline.fleet.template
-    query = query_of(request, request.prompt.classify(pipeline.counter), template)
+    query = query_of(request, await apart(size, request.prompt.classify, pipeline.counter), template)
     room = longest_context(query, pipeline.fleet.snapshot()) - query.max_tokens
     if room <= 0 or query.prompt_tokens <= room:
         return None
@@ -125,7 +131,7 @@ def cutter_for(request: ParsedRequest, pipeline: Pipeline) -> Cutter | None:
 def cut_prompts(given: Any, cutter: Cutter) -> Any:
     """Return a completion's prompt, or several, cut; ids are cut as they are."""
     if isinstance(given, str):
-        return cutter.text(given, cutter.room) if count(cutter.counter, given) > cutter.room else given
+        return cutter.text(given, cutter.room) if cutter.counter.count(given) > cutter.room else given
     if is_ids(given):
         if len(given) <= cutter.room:
             return given
@@ -155,7 +161,8 @@ def _droppable(messages: Sequence[dict[str, Any]]) -> list[range]:
     """Return the messages that may be dropped, oldest first, in units that are dropped whole.
 
     Before the last message of the user these are turns: a message of the user with all that answers it, so that the chat
-    still begins with the user. After it they are calls of tools with their results; the last of those stays.
+    still begins with the user. After it they are calls of tools with their results; the last of those stays. Messages of
+    the system and of developers among them stay too.
     """
     roles = [message.get("role") for message in messages]
     head = next((n for n, role in enumerate(roles) if role not in SYSTEM_ROLES), len(roles))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from classifier import EstimatingCounter
-from router.api.openai_prompt import CHARS_PER_TOKEN, MAX_CHARS, PART_TOKENS, SHORT_CHARS, read_chat, read_completion
+from classifier.tokens import CHARS_PER_TOKEN, MAX_CHARS
+from router.api.openai_prompt import PART_TOKENS, SHORT_CHARS, read_chat, read_completion
 from router.upstream.json_object import JsonObject
 from tiers.prefix_memory import Prefix, PrefixMemory
 from tiers.snapshot import TemplateTokens
