@@ -171,7 +171,7 @@ def _served(parts: _Parts, settings: Settings) -> tuple[ASGIApp, dict[str, ASGIA
     wired, streams = parts.wired, parts.streams
     pipeline, rules = _pipeline(wired, settings), Rules.of(settings)
     admin = Admin(parts.operations, parts.keys, rules).routes() if parts.operations is not None else []
-    status = Status(wired, parts.server_state)
+    status = Status(wired, parts.server_state, parts.keys)
     handlers = dict.fromkeys((*PROBLEMS, ClientGone, Exception), _problem)  # by type; Exception: all others
     direct: dict[str, ASGIApp] = {
         "/generate": Generate(pipeline, settings, streams, rules),
@@ -313,7 +313,8 @@ def _charging(settings: Settings, fleet: Fleet, policy: PolicyStore, database: D
     """Return what charges requests to budgets: counted in Redis where routers share one, else in the file."""
     redis_url, budgets = settings.state.redis_url.get_secret_value(), settings.budgets
     ledger = RedisLedger(redis_url) if redis_url else SqliteLedger(database)
-    spending = Spending(ledger, currency=budgets.currency, priced=budgets.replica_hour is not None)
+    priced, serve_unknown = budgets.replica_hour is not None, budgets.while_unknown == "serve"
+    spending = Spending(ledger, currency=budgets.currency, priced=priced, serve_unknown=serve_unknown)
     return Charging(spending, fleet, policy, settings.policy.prices, budgets.replica_hour)
 
 
@@ -388,7 +389,8 @@ def _routes(wired: _Wired, pipeline: Pipeline, settings: Settings, status: Statu
 class Status:
     """The endpoints on the router's state, and the rendering of errors."""
 
-    def __init__(self, wired: _Wired, server_state: ServerState) -> None:
+    def __init__(self, wired: _Wired, server_state: ServerState, keys: KeyStore) -> None:
+        self._keys, self._spending, self._database = keys, wired.pipeline.charging.spending, wired.database
         self._fleet, self._profiling, self._about = wired.pipeline.fleet, wired.profiling, wired.about
         self._server_state, self._loss_budget = server_state, wired.loss_budget
 
@@ -402,10 +404,12 @@ class Status:
         The body has every tier's state, and what tiers that have not served yet still need.
         """
         tiers = self._fleet.snapshot().tiers
-        ready = self._server_state.open and any(tier.state is ReplicaState.READY for tier in tiers)
+        serves = self._server_state.open and self._keys.ready
+        ready = serves and any(tier.state is ReplicaState.READY for tier in tiers)
         body = {
             "ready": ready,
             "tiers": {tier.spec.name: tier.state.value for tier in tiers},
+            "reasons": self._notes(),
             "preparing": [
                 {"tier": tier.spec.name, **render_preparing(tier.preparing)}
                 for tier in tiers
@@ -416,8 +420,14 @@ class Status:
 
     async def health(self, _request: Request) -> Response:
         """Answer with the health of the whole, and what is wrong: 503 while no tier is ready or the router shuts down."""
-        health = health_of(self._fleet.snapshot(), self._fleet.notes.values(), serves=self._server_state.open)
+        notes = [*self._fleet.notes.values(), *self._notes()]
+        health = health_of(self._fleet.snapshot(), notes, serves=self._server_state.open)
         return json_response(health, 503 if health["status"] == "unhealthy" else 200)
+
+    def _notes(self) -> list[str]:
+        fault = self._database.fault
+        file = [f"usage is not written: {self._database.path} cannot be used ({fault})"] if fault else []
+        return [*self._keys.notes, *self._spending.notes, *file]
 
     async def tiers(self, request: Request) -> Response:
         """Answer with the present fleet; only operators see the engines' addresses."""

@@ -916,7 +916,7 @@ class StateSettings(Section):
 class BudgetSettings(Section):
     """What requests cost, and where it is counted."""
 
-    reloads: ClassVar[frozenset[str]] = frozenset({"replica_hour", "currency"})
+    reloads: ClassVar[frozenset[str]] = frozenset({"replica_hour", "currency", "while_unknown"})
 
     replica_hour: PositiveFloat | None = Field(
         None,
@@ -928,6 +928,11 @@ class BudgetSettings(Section):
         default_factory=lambda: state_dir() / "usage.sqlite",
         description="Usage by day, key, team and tier; without `state.redis_url` also what budgets have used. Routers of "
         "one machine may share it.",
+    )
+    while_unknown: Literal["refuse", "serve"] = Field(
+        "refuse",
+        description="While it is not known what a budget has used (a file or Redis that cannot be read): refuse its "
+        "requests with `503`, or serve them and count from 0.",
     )
     metrics_keys: int = Field(
         50, ge=0, description="Keys, in the key file's order, that have metrics of their own; the rest are `other`."

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 import httpx
+
+LOCAL = {"127.0.0.1", "::1"}  # what localhost stands for
 
 
 def wrong_with(url: str) -> str | None:
@@ -29,6 +33,9 @@ def wrong_with(url: str) -> str | None:
 
 
 def normalised(url: str) -> str:
-    """Return a text that is equal for equal addresses."""
+    """Return a text that is equal for equal addresses, also where a host has several or the port is not written."""
     parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.lower()}{parts.path.rstrip('/')}"
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    with suppress(ValueError):
+        host = str(ip_address(host))
+    return f"{parts.scheme}://{'localhost' if host in LOCAL else host}:{port}{parts.path.rstrip('/')}"

@@ -27,8 +27,8 @@ from router.api.asgi import (
 from router.api.bodies import FieldProblem, InvalidBody, json_response
 from router.api.paths import ErrorForm, error_form
 from router.api.resumable import ResumedElsewhere, StreamGone, UnknownStream
-from router.auth.api_keys import BeyondKey, Unauthorized
-from router.auth.budgets import NoPrice, OverBudget
+from router.auth.api_keys import BeyondKey, IssuerAway, Unauthorized
+from router.auth.budgets import BudgetUnknown, NoPrice, OverBudget
 from router.auth.quota import OverQuota
 from router.lifecycle import CLIENT_GONE
 from router.policy.charge import MICRO
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from router.pipeline.request import RequestContext
 
 MEDIA_TYPE = "application/problem+json"
+ISSUER_RETRY_S = 10  # between two fetches of its keys
 BUSY_RETRY_S = 1  # the next request that finishes frees a slot
 LONGEST_RETRY_S = 3600
 
@@ -321,6 +322,8 @@ PROBLEMS: dict[type[BaseException], Callable[[Any], Problem]] = {
         415, "unknown-coding", "The request body cannot be decoded", headers={"accept-encoding": ", ".join(CODINGS)}
     ),
     Unauthorized: _unauthorized,
+    IssuerAway: _plain(503, "issuer-away", "The token cannot be checked now", retry_after_s=ISSUER_RETRY_S),
+    BudgetUnknown: _plain(503, "budget-unknown", "The budget's use is not known", retry_after_s=BUSY_RETRY_S),
     BeyondKey: _beyond_key,
     OverQuota: _over_quota,
     OverBudget: _over_budget,

@@ -48,6 +48,10 @@ class UnknownSigner(Unauthorized):
     """A token names a key that its issuer had not published when the issuer's keys were last read."""
 
 
+class IssuerAway(UnknownSigner):
+    """A token cannot be checked, since its issuer's keys cannot be read now."""
+
+
 class KeyExpired(Unauthorized):
     """A request's key has expired."""
 
@@ -254,6 +258,16 @@ class KeyStore:
         """Tell whether requests need a key."""
         self._refresh()
         return self._seen is not None
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what an operator should know of who gets in."""
+        return []
+
+    @property
+    def ready(self) -> bool:
+        """Tell whether callers can be told from others."""
+        return True
 
     def find(self, key: str) -> Caller:
         """Return a key's caller.

@@ -31,9 +31,11 @@ class MemoryLedger:
 
     Attributes:
         timeout_s: For which it is waited for.
+        place: Where it counts, for people.
     """
 
     timeout_s = 2.0
+    place = "memory"
 
     def __init__(self, known: Mapping[tuple[str, str], Charge] | None = None) -> None:
         self._spent: Used = defaultdict(Charge, known or {})
@@ -77,6 +79,7 @@ class SqliteLedger:
 
     def __init__(self, database: Database, now: Callable[[], float] = time.time) -> None:
         self._database, self._now = database, now
+        self.place = f"the file {database.path}"
 
     async def take(self, hold: Hold, bounds: Sequence[Bound]) -> Taken:
         """See ``MemoryLedger``."""
@@ -227,6 +230,7 @@ class RedisLedger:
     """Counts in Redis, for several routers. Every change is one script, which Redis runs atomically."""
 
     timeout_s = REDIS_TIMEOUT_S
+    place = "Redis (state.redis_url)"
 
     def __init__(self, url: str) -> None:
         self._redis = connect(url, REDIS_CONNECTIONS)

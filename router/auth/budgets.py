@@ -170,6 +170,15 @@ class OverBudget(Exception):
         super().__init__(text)
 
 
+class BudgetUnknown(Exception):
+    """What a budget has used is not known, because the ledger cannot be read."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(
+            f"{place}, which says what budgets have used, cannot be read now: ask again, or tell the operator"
+        )
+
+
 class NoPrice(Exception):
     """A budget of money cannot be kept, because nothing has a price."""
 

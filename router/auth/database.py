@@ -37,10 +37,14 @@ CREATE TABLE IF NOT EXISTS usage (
 
 
 class Database:
-    """The file; opened, and made if it is missing, when it is first used."""
+    """The file; opened, and made if it is missing, when it is first used.
+
+    Attributes:
+        fault: Why the last change failed; empty: it did not.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.fault = path, ""
         self._connection: sqlite3.Connection | None = None
         self._lock: int | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -58,10 +62,17 @@ class Database:
 
     def change_now(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Do as ``change`` in this thread, which is the only one that uses this object."""
-        if self._connection is None:
-            self._connection = self._open()
-        with self._turn():
-            return _changed(self._connection, work)
+        try:
+            if self._connection is None:
+                self._connection = self._open()
+            with self._turn():
+                found = _changed(self._connection, work)
+        except (sqlite3.Error, OSError) as error:
+            self.fault = str(error)
+            self.close()  # the file may be replaced by a sound one
+            raise
+        self.fault = ""
+        return found
 
     async def aclose(self) -> None:
         """Close the file after what was begun."""

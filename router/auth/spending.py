@@ -1,7 +1,8 @@
 """Charges requests to budgets: reserves the most that each may cost, and settles with what it used.
 
-While the ledger cannot be reached, this process counts alone, on top of what it last knew to be used. What requests cost
-meanwhile is settled once the ledger answers again. A settlement that may have arrived is repeated: only the first counts.
+While the ledger cannot be reached, this process counts alone, on top of what it last knew to be used; a budget of which it
+knows nothing allows no request, unless the settings say otherwise. What requests cost meanwhile is settled once the ledger
+answers again. A settlement that may have arrived is repeated: only the first counts.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import logging
 import secrets
 import sqlite3
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from router.aio import end_tasks
 from router.auth.budget_ledger import MemoryLedger
-from router.auth.budgets import Hold, NoPrice, OverBudget, bounds, periods
+from router.auth.budgets import BudgetUnknown, Hold, NoPrice, OverBudget, bounds, periods
 from router.policy.charge import FREE, Charge
 from router.redis_link import UNAVAILABLE, outage
 from tiers.background import Faults
@@ -57,9 +59,16 @@ class Spending:
     """Admits requests as their callers' budgets allow; days and months are read from ``now``, in seconds since 1970."""
 
     def __init__(
-        self, ledger: BudgetLedger, *, currency: str, priced: bool, now: Callable[[], float] = time.time
+        self,
+        ledger: BudgetLedger,
+        *,
+        currency: str,
+        priced: bool,
+        serve_unknown: bool = False,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self.ledger, self._currency, self._priced, self._now = ledger, currency, priced, now
+        self._serve_unknown = serve_unknown
         self._alone: MemoryLedger | None = None  # while the ledger does not answer
         self._back = False  # it answers again, and gets what it is owed, before anything is taken from it
         self._known: Used = {}
@@ -68,9 +77,14 @@ class Spending:
         self._work: set[asyncio.Task[Any]] = set()
         self._keeper: asyncio.Task[None] | None = None
 
-    def take(self, *, currency: str, priced: bool) -> None:
-        """Take another currency, and whether an engine-second has a price."""
-        self._currency, self._priced = currency, priced
+    def take(self, *, currency: str, priced: bool, serve_unknown: bool) -> None:
+        """Take other settings."""
+        self._currency, self._priced, self._serve_unknown = currency, priced, serve_unknown
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what an operator should know of it."""
+        return [] if self._alone is None else [f"{self.ledger.place}, which counts budgets, cannot be used"]
 
     async def enter(self, caller: Caller, asked: Charge, times: int = 1) -> BudgetGrant:
         """Reserve what a request may cost at most, in all accounts or in none; budgets count ``times`` times.
@@ -78,6 +92,7 @@ class Spending:
         Raises:
             OverBudget: A budget does not allow it now.
             NoPrice: There is a budget of money, and no price.
+            BudgetUnknown: The ledger cannot be reached, and nothing is known of a budget.
         """
         limits, now = bounds(caller.accounts, times), self._now()
         if not self._priced and any(bound.limit.unit == "money_u" for bound in limits):
@@ -136,13 +151,18 @@ class Spending:
                 self._remember(taken.used)
         if taken is None:
             assert self._alone is not None
+            places = [(bound.account.id, getattr(hold.periods, bound.limit.span)) for bound in limits]
+            if not self._serve_unknown and any(place not in self._known for place in places):
+                raise BudgetUnknown(self.ledger.place)
             taken = await self._alone.take(hold, limits)
         if taken.denied is None:
             self._open[hold.id] = hold
         return taken
 
     async def _undo(self, taking: asyncio.Task[Taken], hold: Hold) -> None:
-        if (await taking).denied is None:
+        with suppress(BudgetUnknown):
+            if (await taking).denied is not None:
+                return
             await self.settle(hold, FREE)
 
     async def _settle(self, hold: Hold, charge: Charge) -> None:

@@ -24,7 +24,16 @@ import httpx
 import jwt
 from pydantic import ValidationError
 
-from router.auth.api_keys import Caller, KeyRecord, KeysError, KeyStore, TeamRecord, Unauthorized, UnknownSigner
+from router.auth.api_keys import (
+    Caller,
+    IssuerAway,
+    KeyRecord,
+    KeysError,
+    KeyStore,
+    TeamRecord,
+    Unauthorized,
+    UnknownSigner,
+)
 from router.policy.profiles import first_fault
 
 if TYPE_CHECKING:
@@ -73,6 +82,9 @@ class IssuerError(Exception):
 class Tokens:
     """Checks the tokens of one issuer, by a monotonic clock. One event loop owns it.
 
+    Attributes:
+        fault: Why its keys could not be read the last time; empty: they could.
+
     Raises:
         KeysError: The keys are in a file that cannot be used.
     """
@@ -84,7 +96,7 @@ class Tokens:
         self._read_at: float | None = None  # when the keys were last read, by the monotonic clock
         self._tried_at: float | None = None
         self._changed: tuple[int, int] | None = None
-        self._wrong = ""
+        self.fault = ""
         self._fetching: asyncio.Task[None] | None = None
         self._known: dict[bytes, tuple[float, Caller]] = {}  # when it expires, by a token's hash
         self._teams = NO_TEAMS
@@ -158,13 +170,13 @@ class Tokens:
                     self._take(await fetch(self._url))
         except (IssuerError, TimeoutError) as error:
             text = str(error) or f"{self._url} does not answer within {FETCH_S:g} s"
-            if text != self._wrong:
+            if text != self.fault:
                 log.warning("jwt.jwks: %s; the keys read before stay in force for a day", text)
-            self._wrong = text
+            self.fault = text
         else:
-            if self._wrong:
+            if self.fault:
                 log.info("jwt.jwks: the issuer's keys are read again")
-            self._wrong = ""
+            self.fault = ""
 
     def _read_file(self) -> None:
         path = Path(self.settings.jwks)
@@ -186,11 +198,14 @@ class Tokens:
             log.info("jwt.jwks: %d keys of the issuer are in force", len(signers))
         self._read_at = self._now()
 
+    @property
+    def in_force(self) -> bool:
+        """Tell whether tokens can be checked: the issuer's keys were read, within a day if it does not answer."""
+        return self._read_at is not None and self._now() - self._read_at <= KEEP_S
+
     def _check_age(self) -> None:
-        if self._read_at is None:
-            raise UnknownSigner("the issuer's keys are not known yet: try again")
-        if self._now() - self._read_at > KEEP_S:
-            raise UnknownSigner("the issuer's keys could not be read for a day: tokens are not accepted")
+        if not self.in_force:
+            raise IssuerAway("the keys of the tokens' issuer cannot be read now: ask again")
 
     def _claims(self, token: str) -> Mapping[str, Any]:
         settings = self.settings
@@ -219,6 +234,8 @@ class Tokens:
         if kid is None and len(self._signers) == 1:
             return next(iter(self._signers.values()))
         found = self._signers.get(kid)
+        if found is None and self.fault:
+            raise IssuerAway("the token's key is not known, and its issuer's keys cannot be read now: ask again")
         if found is None:
             raise UnknownSigner("the token is signed by a key that the issuer has not published")
         return found
@@ -233,12 +250,16 @@ class Tokens:
         if PLAIN.fullmatch(subject):
             key_id = f"jwt:{subject}"
         else:
-            key_id = f"jwt:{hashlib.sha256(subject.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
+            # No plain subject has a colon, so no other subject has this id.
+            key_id = f"jwt:sha256:{hashlib.sha256(subject.encode('utf-8', 'surrogatepass')).hexdigest()[:48]}"
         record = {"id": key_id, "name": subject[:100], "sha256": "0" * 64, "created": datetime.now(UTC), **rights}
         try:
-            return KeyRecord.model_validate_json(json.dumps(record, default=str)).caller(self._teams)
+            key = KeyRecord.model_validate_json(json.dumps(record, default=str), strict=True)
         except ValidationError as error:
             raise Unauthorized(f"the token's claim {names.rights}: {first_fault(error)}") from None
+        if key.team is not None and key.team not in self._teams:
+            raise Unauthorized(f"the token's claim {names.rights}: there is no team {key.team!r} ('qarr keys team')")
+        return key.caller(self._teams)
 
 
 def parse(document: bytes, source: str) -> dict[str | None, Signer]:
@@ -305,6 +326,17 @@ class Access(KeyStore):
         if self.tokens is not None and key.count(".") == 2 and len(key) <= MOST_TOKEN_CHARS:  # noqa: PLR2004
             return self.tokens.find(key, self.teams)
         return super().find(key)
+
+    @property
+    def notes(self) -> list[str]:
+        """See ``KeyStore``."""
+        away = self.tokens is not None and (self.tokens.fault or not self.tokens.in_force)
+        return ["the keys of the tokens' issuer (jwt.jwks) cannot be read"] if away else []
+
+    @property
+    def ready(self) -> bool:
+        """See ``KeyStore``."""
+        return self.tokens is None or self.tokens.in_force
 
     def holds(self, caller: Caller) -> bool:
         """See ``KeyStore``."""

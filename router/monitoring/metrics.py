@@ -19,6 +19,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
+from router.api.asgi import context_of
 from router.monitoring.scaling import Scaling
 from router.monitoring.tally import Tally
 from router.monitoring.usage import UsageMetrics
@@ -319,7 +320,7 @@ class Metrics:
         about: Mapping[str, str],
     ) -> None:
         registry, self.tally = CollectorRegistry(), Tally()
-        self._registry = registry
+        self._registry, self._of_keys = registry, tuple[Collector, ...]()
         requests = RequestMetrics(self.tally, [spec.name for spec in pipeline.fleet.specs])
         self.answered = requests.answered
         pipeline.registry.observers.append(requests.observe)
@@ -328,13 +329,13 @@ class Metrics:
         registry.register(Load(pipeline, retries, about))
         registry.register(Scaling(pipeline))
         registry.register(Losses(evaluation, pipeline.policy))
-        self._registry = registry
 
     def count_keys(self, usage: UsageLog, charging: Charging, labels: Labels) -> UsageMetrics:
         """Count what keys use as well."""
-        metrics = UsageMetrics(self.tally, labels, charging)
+        tally = Tally()
+        metrics = UsageMetrics(tally, labels, charging)
         usage.observers.append(metrics.observe)
-        self._registry.register(metrics)
+        self._of_keys = (tally, metrics)
         return metrics
 
     def show_expiry(self, expires: Callable[[], float]) -> None:
@@ -343,6 +344,9 @@ class Metrics:
         Gauge("qarr_tls_expires_timestamp_seconds", text, registry=self._registry).set_function(expires)
 
     async def answer(self, request: Request) -> Response:
-        """Answer a scrape; on the event loop, which owns the state that is read."""
+        """Answer a scrape; on the event loop, which owns the state that is read. Only operators see what keys use."""
         encode, media_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(self._registry), media_type=media_type)
+        page = CollectorRegistry()
+        for part in (self._registry, *(self._of_keys if context_of(request.scope).caller.sees_all else ())):
+            page.register(part)
+        return Response(encode(page), media_type=media_type)

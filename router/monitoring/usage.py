@@ -17,6 +17,7 @@ from starlette.routing import Route as Endpoint
 from router.api.asgi import context_of
 from router.api.bodies import json_response
 from router.auth.api_keys import KeysError, read_keys
+from router.auth.budgets import BudgetUnknown
 from router.pipeline.usage import day_of, read_usage, render_row, used_budgets
 from router.policy.charge import MICRO
 from router.redis_link import UNAVAILABLE
@@ -139,7 +140,15 @@ class UsageEndpoint:
 
         Raises:
             HTTPException: 400: one of them is no day.
+            BudgetUnknown: The file, or Redis, cannot be read.
         """
+        try:
+            return await self._answer(request)
+        except (*UNAVAILABLE, sqlite3.Error):
+            fault, path = self._database.fault, self._database.path
+            raise BudgetUnknown(f"the file {path}" if fault else self._charging.spending.ledger.place) from None
+
+    async def _answer(self, request: Request) -> Response:
         caller = context_of(request.scope).caller
         first, last = _day(request, "from"), _day(request, "to")
         rows = await self._database.change(partial(read_usage, first, last))

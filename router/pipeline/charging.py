@@ -46,7 +46,8 @@ class Charging:
     def take(self, prices: Mapping[TierName, float], budgets: BudgetSettings) -> None:
         """Take other prices; they hold from the next request on."""
         self.prices, self.replica_hour, self._made = prices, budgets.replica_hour, None
-        self.spending.take(currency=budgets.currency, priced=budgets.replica_hour is not None)
+        priced, serve_unknown = budgets.replica_hour is not None, budgets.while_unknown == "serve"
+        self.spending.take(currency=budgets.currency, priced=priced, serve_unknown=serve_unknown)
 
     @property
     def tariff(self) -> Tariff:

@@ -43,6 +43,8 @@ SPARE_CONNECTIONS = 64  # beyond the bound: these get an error, further ones are
 FRAMING = 8  # bytes on the wire for each byte of a body: a chunk of one byte takes six
 UNSENT_BYTES = 1 << 16  # of an answer that the kernel may hold unsent
 MAX_HEADERS = 100  # of a request
+LARGE_ANSWER = 1 << 18  # bytes of an answer that its client leaves untaken
+UNTAKEN_BYTES = 1 << 26  # of all such answers together: beyond, whoever has left its longest is cut
 FILES_BESIDES = 256  # open files besides connections
 
 
@@ -81,6 +83,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     """A client's connection, with the bounds of the settings."""
 
     bounds: ClassVar[ServerSettings]
+    untaken: ClassVar[dict[LimitedHttpProtocol, None]] = {}  # with much that was not taken, the longest first
     _part = 0  # heads have even numbers, bodies odd ones
     _fed = 0  # bytes of this part, of reads that held nothing else
     _crowded = False  # one connection too many
@@ -334,15 +337,26 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _stall(self) -> None:
         if self._stalled is None:
-            self._stalled = self.loop.call_later(self.bounds.write_timeout_s, self._cut)
+            why = f"for {self.bounds.write_timeout_s:g} s"
+            self._stalled = self.loop.call_later(self.bounds.write_timeout_s, self.cut, why)
+        if self.transport.get_write_buffer_size() > LARGE_ANSWER:
+            self.untaken[self] = None
+            while len(self.untaken) > 1 and self._left_untaken() > UNTAKEN_BYTES:
+                next(iter(self.untaken)).cut("while others left theirs as well")
+
+    def _left_untaken(self) -> int:
+        return sum(each.transport.get_write_buffer_size() for each in self.untaken)
 
     def _unstall(self) -> None:
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None
+            self.untaken.pop(self, None)
 
-    def _cut(self) -> None:
-        log.info("a client did not take its answer for %g s: cut", self.bounds.write_timeout_s)
+    def cut(self, why: str) -> None:
+        """End the connection of a client that does not take its answer."""
+        log.info("a client did not take its answer %s: cut", why)
+        self.untaken.pop(self, None)
         self.transport.abort()
 
 

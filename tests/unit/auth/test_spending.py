@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 
 from router.auth.api_keys import Caller
 from router.auth.budget_ledger import LEASE_S, MemoryLedger, RedisLedger, SqliteLedger
-from router.auth.budgets import Account, Budget, NoPrice, OverBudget, periods, renews_at
+from router.auth.budgets import Account, Budget, BudgetUnknown, NoPrice, OverBudget, periods, renews_at
 from router.auth.database import Database
 from router.auth.spending import BudgetGrant, Spending
 from router.policy.charge import Charge
@@ -43,8 +43,10 @@ def caller(**budget: float) -> Caller:
 
 
 @asynccontextmanager
-async def spending(ledger: BudgetLedger, clock: Clock | None = None, *, priced: bool = True) -> AsyncIterator[Spending]:
-    spends = Spending(ledger, currency="EUR", priced=priced, now=clock or Clock())
+async def spending(
+    ledger: BudgetLedger, clock: Clock | None = None, *, priced: bool = True, serve_unknown: bool = False
+) -> AsyncIterator[Spending]:
+    spends = Spending(ledger, currency="EUR", priced=priced, serve_unknown=serve_unknown, now=clock or Clock())
     try:
         yield spends
     finally:
@@ -159,12 +161,17 @@ async def test_while_redis_is_away_one_router_counts_alone(own_redis: RedisServe
 
 
 async def test_a_file_that_cannot_be_written_stops_no_request(tmp_path: Path) -> None:
-    """The router counts alone, and charges are in the file once it can be written."""
+    """If the settings say so: the router counts alone, and charges are in the file once it can be written."""
     folder = tmp_path / "usage"
     folder.write_text("in the way")
     database = Database(folder / "usage.sqlite")
     who, clock = caller(engine_seconds_per_day=10e-6), Clock()
     async with spending(SqliteLedger(database, clock), clock) as spends:
+        with pytest.raises(BudgetUnknown, match=r"usage\.sqlite"):
+            await enters(spends, who, 1)
+        assert spends.notes
+        assert "File exists" in database.fault
+    async with spending(SqliteLedger(database, clock), clock, serve_unknown=True) as spends:
         grant = await enters(spends, who, 8)
         assert grant is not None
         assert await enters(spends, who, 8) is None
@@ -172,6 +179,28 @@ async def test_a_file_that_cannot_be_written_stops_no_request(tmp_path: Path) ->
         folder.unlink()
     own = who.accounts[0].id
     assert (await SqliteLedger(database, clock).used([own], DAY))[own, DAY.day] == Charge(6, 0)
+    assert (database.fault, spends.notes) == ("", [f"the file {database.path}, which counts budgets, cannot be used"])
+    await database.aclose()
+
+
+async def test_a_damaged_file_gives_no_budget_anew(tmp_path: Path) -> None:
+    """What is known goes on to count, for the rest nothing is served; a sound file in its place is taken up."""
+    path, who = tmp_path / "usage.sqlite", caller(engine_seconds_per_day=10e-6)
+    database = Database(path)
+    async with spending(SqliteLedger(database), Clock()) as spends:
+        grant = await enters(spends, who, 6)
+        assert grant is not None
+        await grant.settle(Charge(6, 0))
+        assert await enters(spends, who, 6) is None
+        database.close()
+        sound = path.read_bytes()
+        path.write_bytes(b"garbage" * 1000)
+        assert await enters(spends, who, 6) is None
+        with pytest.raises(BudgetUnknown):
+            await enters(spends, caller(engine_seconds_per_day=10e-6), 1)
+        path.write_bytes(sound)
+        await until(lambda: not spends.notes)
+        assert await enters(spends, caller(engine_seconds_per_day=10e-6), 1) is not None
     await database.aclose()
 
 
@@ -180,7 +209,7 @@ import asyncio, sys
 from pathlib import Path
 from router.auth.budget_ledger import RedisLedger, SqliteLedger
 from router.auth.database import Database
-from router.auth.budgets import Account, Budget, Hold, Periods, bounds
+from router.auth.budgets import BudgetUnknown, Account, Budget, Hold, Periods, bounds
 from router.policy.charge import Charge
 
 async def main():

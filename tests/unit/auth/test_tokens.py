@@ -19,7 +19,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import router.auth.tokens as module
-from router.auth.api_keys import Caller, KeysError, Quota, Unauthorized, UnknownSigner, add_key, set_team
+from router.api.problems import describe
+from router.auth.api_keys import (
+    Caller,
+    IssuerAway,
+    KeysError,
+    Quota,
+    Unauthorized,
+    UnknownSigner,
+    add_key,
+    set_team,
+)
 from router.auth.tokens import Access, Tokens, open_access
 from router.settings import JwtSettings, SettingsError, load_settings
 from tests.fakes.engine import serving
@@ -105,6 +115,18 @@ async def test_a_token_has_the_rights_of_its_claims(tmp_path: Path, algorithm: s
     assert len(tokens.find(issuer.sign(sub="x" * 500)).key_id) <= 64
 
 
+async def test_no_two_subjects_are_one_caller(tmp_path: Path) -> None:
+    """Whatever an issuer allows as one: also what looks like the id of another."""
+    issuer = Issuer()
+    tokens = Tokens(settings_of(published(tmp_path, issuer)))
+    subjects = ["a b", "ä", "x" * 57, "x" * 58, "a", "A", "jwt:a", " a", "a ", "a|b", "sha256:a"]
+    ids = [tokens.find(issuer.sign(sub=subject)).key_id for subject in subjects]
+    more = [each.removeprefix("jwt:") for each in ids] + [each.rpartition(":")[2] for each in ids]
+    ids += [tokens.find(issuer.sign(sub=subject)).key_id for subject in more if subject not in subjects]
+    assert len({*ids}) == len({*subjects, *more})
+    assert max(map(len, ids)) <= 64
+
+
 @pytest.mark.parametrize(
     ("claims", "told"),
     [
@@ -119,6 +141,9 @@ async def test_a_token_has_the_rights_of_its_claims(tmp_path: Path, algorithm: s
         ({"qarr": {"id": "me"}}, "no object of rights"),
         ({"qarr": {"requests_per_minute": 0}}, "claim qarr: .*requests_per_minute"),
         ({"qarr": {"everything": True}}, "claim qarr: .*everything"),
+        ({"qarr": {"admin": "true"}}, "claim qarr: .*admin"),
+        ({"qarr": {"requests_per_minute": "9"}}, "claim qarr: .*requests_per_minute"),
+        ({"qarr": {"team": "red"}}, "there is no team 'red'"),
     ],
 )
 async def test_a_refusal_says_why_without_the_token(tmp_path: Path, claims: dict[str, Any], told: str) -> None:
@@ -253,7 +278,7 @@ async def test_rotated_keys_are_fetched_when_a_token_names_them(monkeypatch: pyt
     async with issuing() as (issuer, url):
         tokens = Tokens(settings_of(url), clock)
         token = issuer.sign()
-        with pytest.raises(UnknownSigner, match="not known yet"):
+        with pytest.raises(UnknownSigner, match="cannot be read now"):
             tokens.find(token)
         await tokens.renew()
         assert tokens.find(token).name == "alice"
@@ -286,7 +311,7 @@ async def test_keys_do_not_stay_in_force_for_ever() -> None:
         await tokens.renew()
         assert tokens.find(token).name == "alice"
         clock.at += 1
-        with pytest.raises(UnknownSigner, match="too long"):
+        with pytest.raises(UnknownSigner, match="cannot be read now"):
             tokens.find(token)
         issuer.status = 200
         clock.at += module.AGAIN_S
@@ -322,6 +347,29 @@ async def test_a_router_serves_callers_with_tokens(tmp_path: Path) -> None:
             await until(lambda: "jwt:bob" in router.errors.read_text())
             async with connection() as client:
                 assert (await client.get(f"{router.url}/tiers")).status_code == httpx.codes.UNAUTHORIZED
+
+
+async def test_while_the_issuer_is_away_tokens_are_asked_for_again(tmp_path: Path) -> None:
+    """Not refused for good, which SDKs do not try again: also those of a key that it has published meanwhile."""
+    clock = Clock()
+    async with issuing() as (issuer, url):
+        issuer.status = 500
+        tokens = Tokens(settings_of(url), clock)
+        access = Access(tmp_path / "none.json", tokens)
+        for in_force in (False, True):
+            await tokens.renew()
+            with pytest.raises(IssuerAway) as away:
+                access.find(issuer.sign())
+            problem = describe(away.value)
+            assert (problem.status, problem.retry_after_s, access.ready) == (503, 10, in_force)
+            assert access.notes == ["the keys of the tokens' issuer (jwt.jwks) cannot be read"]
+            issuer.status = 200
+            clock.at += module.AGAIN_S
+            await tokens.renew()
+            assert (access.find(issuer.sign()).name, access.notes, access.ready) == ("alice", [], True)
+            issuer.status = 500
+            issuer.rotate("next")
+            clock.at += module.AGAIN_S
 
 
 async def test_an_issuer_is_taken_over_by_a_reload(tmp_path: Path) -> None:

@@ -83,6 +83,24 @@ async def test_a_key_sees_its_own_requests(tmp_path: Path) -> None:
         assert [r["request_id"] for r in last] == [mine.headers["x-request-id"]]
 
 
+async def test_a_key_sees_no_metrics_of_keys(tmp_path: Path) -> None:
+    """Names, use and budgets of keys and teams are for operators, in either format; all else is for everybody."""
+    async with tenants(tmp_path) as world:
+        async with asyncio.timeout(20):
+            while 'key="alice"' not in (await world.get("boss", "/metrics")).text:  # it is counted once it is written
+                await asyncio.sleep(0.1)
+        for accept in ("", "application/openmetrics-text"):
+            pages = {}
+            for name in world.names:
+                headers = {**world.names[name], "accept": accept}
+                page = await world.stack.client.get(f"{world.stack.url}/metrics", headers=headers)
+                pages[name] = {line.split("{")[0] for line in page.text.splitlines() if "{" in line}
+                assert ('key="alice"' in page.text) is (name == "boss")
+            of_keys = {name for name in pages["boss"] if name.startswith(("qarr_key_", "qarr_budget_used"))}
+            assert of_keys
+            assert pages["boss"] - pages["mallory"] == of_keys
+
+
 async def test_a_key_sees_its_own_traces(tmp_path: Path) -> None:
     """Another key's trace is as if it did not exist, for whoever does not operate here; no prompt is on it."""
     async with tenants(tmp_path) as world:

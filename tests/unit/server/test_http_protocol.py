@@ -7,7 +7,7 @@ import json
 import socket
 import urllib.error
 import urllib.request
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +106,20 @@ async def test_a_finished_answer_that_is_not_read_is_cut(tmp_path: Path) -> None
             await until(lambda: open_at(port_of(stack)) == 1)
             await until(lambda: not open_at(port_of(stack)))
         assert stack.leases() == 0
+
+
+async def test_answers_that_nobody_takes_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the bound the connection ends whose answer was left the longest, and others are served."""
+    monkeypatch.setattr("router.server.http_protocol.UNTAKEN_BYTES", 30_000_000)
+    async with router_stack(tmp_path) as stack, AsyncExitStack() as clients:
+        stack.engines[TierName.FAST].answer = (PIECE,) * 120
+        body, port = {"prompt": "hi", "tier": "fast", "max_tokens": 120, "stream": False}, port_of(stack)
+        for number in range(4):
+            _, writer = await clients.enter_async_context(connected(stack, small=True))
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            writer.write(request("/generate", body))
+            await until(lambda number=number: open_at(port) == min(number + 1, 2) and not stack.leases())  # type: ignore[misc]
+        assert (await stack.generate(tier="balanced")).status_code == 200
 
 
 async def test_a_head_that_comes_too_slowly_is_408(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.unit.own_engines import until
+from tiers.address import normalised
 from tiers.errors import NotPossible
 from tiers.fleet import Fleet
 from tiers.lifecycle.canary import Canary, read_golden
@@ -81,6 +82,12 @@ def test_what_several_sources_name_is_one_engine() -> None:
         (FAST, "http://10.0.0.5:8000", "settings, dns"),
         (PRECISE, "http://10.0.0.7:8000", "file"),
     ]
+    same = [
+        ("http://localhost:80/", "http://127.0.0.1", "http://[::1]:80"),
+        ("https://A.example", "https://a.example:443/"),
+    ]
+    assert [{normalised(url) for url in urls} == {normalised(urls[0])} for urls in same] == [True, True]
+    assert len({normalised(f"http://{host}:8000") for host in ("127.0.0.2", "10.0.0.1", "h", "[fd00::1]")}) == 4
 
 
 async def test_an_added_engine_is_warmed_and_compared_before_it_serves(tmp_path: Path) -> None:
