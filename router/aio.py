@@ -26,11 +26,9 @@ class Signal:
                 waiter.set_result(None)
 
     def clear(self) -> None:
-        """Make ``wait`` block again."""
         self._set = False
 
     async def wait(self) -> None:
-        """Wait until it is set."""
         if self._set:
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

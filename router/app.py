@@ -310,7 +310,6 @@ def _pipeline(wired: _Wired, settings: Settings) -> Pipeline:
 
 
 def _charging(settings: Settings, fleet: Fleet, policy: PolicyStore, database: Database) -> Charging:
-    """Return what charges requests to budgets: counted in Redis where routers share one, else in the file."""
     redis_url, budgets = settings.state.redis_url.get_secret_value(), settings.budgets
     ledger = RedisLedger(redis_url) if redis_url else SqliteLedger(database)
     priced, serve_unknown = budgets.replica_hour is not None, budgets.while_unknown == "serve"
@@ -395,7 +394,6 @@ class Status:
         self._server_state, self._loss_budget = server_state, wired.loss_budget
 
     async def healthz(self, _request: Request) -> Response:
-        """Answer that the router is alive."""
         return json_response({"status": "alive"})
 
     async def readyz(self, _request: Request) -> Response:
@@ -438,7 +436,6 @@ class Status:
         return json_response({**shown, "profiling": profiling, "loss_budget": budget})
 
     async def openapi(self, _request: Request) -> Response:
-        """Answer with the OpenAPI document."""
         content = await asyncio.to_thread(document, self._about["version"])
         return Response(content, media_type="application/json")
 

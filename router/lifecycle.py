@@ -41,7 +41,6 @@ class ServerState:
 
     @property
     def open(self) -> bool:
-        """Tell whether the router stays."""
         return self.state is ServerPhase.OPEN
 
     def end_all(self) -> None:
@@ -82,7 +81,6 @@ class ResponseTracker:
         self.status = CLIENT_GONE
 
     async def send(self, message: Message) -> None:
-        """Send a part of the response."""
         if message["type"] == "http.response.body":
             await self._send_body(message)
             self.complete = not message.get("more_body", False)
@@ -121,7 +119,6 @@ class ResponseTracker:
             await asyncio.wait({self._early})
 
     def close(self) -> None:
-        """Send nothing more by itself."""
         if self._timer is not None:
             self._timer.cancel()
         if self._early is not None:

@@ -71,7 +71,10 @@ COMMANDS: dict[str, str] = {
     "replay": "run '.venv/bin/python benchmarks/replay.py' from a checkout of the project",
     "trace": "open the request on the router's page, or ask 'qarr logs --trace ID' or GET /traces/ID",
 }
-OPTIONS: dict[str, str] = {"--workers": SEVERAL_ROUTERS}  # by the option: what to use
+OPTIONS: dict[str, str] = {
+    "--workers": SEVERAL_ROUTERS,
+    "--deep": "the digests of weights are in each manifest.json",
+}  # by the option: what to use
 
 
 def removed_setting(key: str) -> Removed | None:

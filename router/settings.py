@@ -87,16 +87,11 @@ def state_dir() -> Path:
 
 
 def config_dir() -> Path:
-    """Return the folder for what a user configures."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or _home() / ".config") / "qarr"
 
 
 def _home() -> Path:
-    """Return the user's home folder; ``QARR_CACHE_DIR`` for a user without one, as containers have with any user id.
-
-    Raises:
-        SettingsError: There is neither.
-    """
+    """Return the user's home folder; ``QARR_CACHE_DIR`` for a user without one, as containers have with any user id."""
     with suppress(RuntimeError):
         return Path.home()
     if os.environ.get("QARR_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME"):
@@ -224,7 +219,6 @@ class LimitSettings(Section):
 
 
 def _engine_address(url: str) -> str:
-    """Check the address of an engine that runs elsewhere."""
     if wrong := wrong_with(url):
         raise ValueError(f"{wrong}; an address like http://10.0.0.5:8000 is allowed")
     return url
@@ -240,7 +234,6 @@ def _once(urls: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _dns_address(url: str) -> str:
-    """Check the name of engines that run elsewhere."""
     if not url:
         return url
     if url.startswith("https:"):
@@ -254,7 +247,6 @@ T = TypeVar("T")
 
 
 def _different(numbers: tuple[T, ...]) -> tuple[T, ...]:
-    """Check that nothing is given twice."""
     for number in numbers:
         if numbers.count(number) > 1:
             raise ValueError(f"{number} is named more than once")
@@ -268,7 +260,6 @@ def _not_ours(args: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _engine_variables(variables: dict[str, str]) -> dict[str, str]:
-    """Check the names of variables."""
     for name, value in variables.items():
         if not name.isidentifier() or not name.isascii() or "\0" in value:
             raise ValueError(
@@ -438,7 +429,6 @@ class TiersSettings(Section):
 
     @model_validator(mode="after")
     def _added_tiers_have_engines(self) -> TiersSettings:
-        """Check the names of tiers that are not made here, and that something serves them."""
         for name, tier in self.__pydantic_extra__.items():
             if name in dir(BaseModel) or name in {"names", "of"}:
                 raise ValueError(f"tiers.{name}: give the tier another name")
@@ -495,7 +485,6 @@ class ModelSettings(Section):
 
 
 def _header_value(key: str) -> str:
-    """Check a key that is sent in a header."""
     if key and not (key.isascii() and key.isprintable() and " " not in key):
         raise ValueError("a key of printable ASCII characters without spaces is allowed")
     return key
@@ -548,7 +537,6 @@ class EngineSettings(Section):
 
 
 def _ray_address(address: str) -> str:
-    """Check the address of a Ray cluster."""
     if not re.fullmatch(r"auto|([^\s/:\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}", address):
         raise ValueError("auto is allowed, or the head's HOST:PORT as 10.0.0.5:6379; no ray://, that is Ray Client's")
     return address
@@ -727,7 +715,6 @@ class UpstreamSettings(Section):
 
 
 def _overflow_address(url: str) -> str:
-    """Check the base address of an overflow."""
     if not url:
         return url
     allowed = "an address like https://api.example.com/v1 is allowed"
@@ -749,7 +736,6 @@ def _overflow_address(url: str) -> str:
 
 
 def _secret_header_value(key: SecretStr) -> SecretStr:
-    """Check a key that is sent in a header."""
     _header_value(key.get_secret_value())
     return key
 
@@ -881,7 +867,6 @@ class JwtSettings(Section):
 
     @model_validator(mode="after")
     def _complete_issuer(self) -> JwtSettings:
-        """Check that an issuer has what its tokens are checked with."""
         given = {"issuer": self.issuer, "audience": self.audience, "jwks": self.jwks}
         lacking = [name for name, value in given.items() if not value]
         if lacking and len(lacking) < len(given):
@@ -895,7 +880,6 @@ class JwtSettings(Section):
 
 
 def _redis_address(url: SecretStr) -> SecretStr:
-    """Check the address of Redis."""
     try:
         if text := url.get_secret_value():
             parse_url(text)
@@ -940,7 +924,6 @@ class BudgetSettings(Section):
 
 
 def _viewer_address(url: str) -> str:
-    """Check the address of a trace viewer's page."""
     if url and not (url.startswith(("http://", "https://")) and TRACE_ID in url):
         raise ValueError(f"an address that begins with http:// or https:// and has {TRACE_ID} in it is allowed")
     return url
@@ -1027,7 +1010,6 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _adapters_are_reached(self) -> Settings:
-        """Check that no adapter has the name of an alias."""
         for name in self.lora.adapters.keys() & self.openai.aliases.keys():
             raise ValueError(f"lora.adapters.{name} has the name of an alias in openai.aliases: give one another name")
         return self
@@ -1069,7 +1051,6 @@ class _Overlaid(Settings):
 
     @classmethod
     def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read only the caller's values."""
         return (sources["init_settings"],)
 
 
@@ -1129,11 +1110,7 @@ def _explain(error: Any) -> str:
 
 
 def _check_variables() -> None:
-    """Check that every environment variable with our prefix sets something: a typo must not be silent.
-
-    Raises:
-        SettingsError: A variable sets nothing.
-    """
+    """Check that every environment variable with our prefix sets something: a typo must not be silent."""
     for name, value in os.environ.items():
         if not name.startswith(PREFIX) or name in PLAIN_VARIABLES or _SERVICE_LINK.fullmatch(f"{name}={value}"):
             continue
@@ -1162,7 +1139,6 @@ def _section(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON schema of the settings file."""
     return Settings.model_json_schema()
 
 

@@ -42,7 +42,6 @@ class Admin:
         self._operations, self._keys, self._rules = operations, keys, rules
 
     def routes(self) -> list[Endpoint]:
-        """Return the endpoints' routes."""
         return [
             Endpoint(ALL_REPLICAS, self._add, methods=["POST"]),
             *(Endpoint(f"{REPLICAS}/{kind}", self._operate(kind), methods=["POST"]) for kind in KINDS),

@@ -101,13 +101,11 @@ class NotHttp(Exception):
 
 
 def context_of(scope: Scope) -> RequestContext:
-    """Return a request's context."""
     context: RequestContext = scope[CONTEXT]
     return context
 
 
 def tracker_of(scope: Scope) -> ResponseTracker:
-    """Return what a request's answer goes through."""
     tracker: ResponseTracker = scope[TRACKER]
     return tracker
 

@@ -61,7 +61,6 @@ class ProviderBody(BaseModel):
 
 
 def provider_allowed(tiers: Sequence[TierName]) -> dict[str, str]:
-    """Return the allowed values of each field."""
     names = ", ".join(tiers)
     return {
         "provider": f"null or an object with any of {', '.join(ProviderBody.model_fields)}",
@@ -119,7 +118,6 @@ class Rules:
 
     @classmethod
     def of(cls, settings: Settings) -> Rules:
-        """Return the rules that the settings make."""
         return cls(settings.limits, settings.tiers.names, settings.openai.tier_policy)
 
 
@@ -361,7 +359,6 @@ def scope_of(*, everything: bool) -> Literal["all", "own"]:
 
 
 def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a JSON response."""
     return Response(to_json(body), status, headers, "application/json")
 
 

@@ -240,7 +240,6 @@ class TextEvents:
         self._number = 0 if numbered else None
 
     def events(self, chunks: Sequence[Chunk]) -> list[bytes]:
-        """Return an event for each text."""
         events, number = [], self._number
         for chunk in chunks:
             if chunk.text:
@@ -266,7 +265,6 @@ class TextEvents:
         return b"".join(events)
 
     def end(self) -> list[bytes]:
-        """Return the last event of a complete answer."""
         return self._last(b"event: done\ndata: " + to_json(closing(self._answer)) + b"\n\n")
 
     def failure(self, error: Exception) -> list[bytes]:
@@ -296,7 +294,6 @@ async def _collect(answer: EngineStream, context: RequestContext) -> bytes:
 
 
 def closing(answer: EngineStream) -> dict[str, Any]:
-    """Return what a complete answer ends with."""
     tpot_ms, outside = answer.tpot_ms, answer.overflow is not None
     return {
         "usage": None if outside and not answer.usage else answer.usage,

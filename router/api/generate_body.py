@@ -137,7 +137,6 @@ def parse_generate(body: bytes, rules: Rules) -> GenerateBody:
 
 
 def allowed_values(rules: Rules) -> dict[str, str]:
-    """Return the allowed values of each field."""
     limits = rules.limits
     text = f"{limits.max_prompt_chars} characters and at most {limits.max_prompt_words} words"
     return {
@@ -171,7 +170,6 @@ def messages_of(body: GenerateBody) -> Messages:
 
 
 def read_messages(messages: Messages, counter: TokenCounter) -> PromptText:
-    """Return what routing reads of a chat."""
     *before, last = messages
     if all(message["role"] == "system" for message in before):  # a prompt, which is counted when it is classified
         tokens = sum(counter.count(message["content"]) for message in before)

@@ -218,7 +218,6 @@ class ModelEndpoints:
         await json_response({"data": data}, headers=context_of(scope).headers)(scope, receive, send)
 
     def _endpoint(self, tier: TierSnapshot) -> dict[str, Any]:
-        """Return one tier as OpenRouter shows an endpoint, with its load; null: not known here."""
         spec, ready = tier.spec, tier.state is ReplicaState.READY
         parameters = [p for p in PARAMETERS if spec.draft is None or p not in NOT_WITH_DRAFT]
         return {

@@ -58,7 +58,6 @@ class Conversation:
     others: list[str] = field(default_factory=list)
 
     def add(self, role: Any, text: str) -> None:
-        """Add a message."""
         self.turns.append({"role": role, "content": text})
 
     @property
@@ -67,7 +66,6 @@ class Conversation:
         return None if self.extras or self.others else self.turns
 
     def prompt(self, counter: TokenCounter) -> PromptText:
-        """Return what routing reads of it."""
         texts = [turn["content"] for turn in self.turns]
         parts = [chat_part(turn["role"], turn["content"], counter.count(turn["content"])) for turn in self.turns]
         parts += [Part(text, counter.count(text)) for text in self.extras]
@@ -169,7 +167,6 @@ class PassedCall(RelayedCall):
     chat: Sequence[Any] | None
 
     def engine_request(self, decision: Decision) -> PassedRequest:
-        """Return what the engine is asked."""
         del decision
         return PassedRequest(
             document=self.document,
@@ -220,11 +217,9 @@ class NamedEvents(RelayEndpoint[PassedCall]):
     """The endpoints ``POST /v1/messages`` and ``POST /v1/responses``."""
 
     def prompt(self, document: JsonObject) -> PromptText:
-        """Read a request's prompt."""
         return APIS[self.path].read(document).prompt(self.pipeline.counter)
 
     def read(self, document: JsonObject, context: RequestContext, prompt: PromptText) -> PassedCall:
-        """Read what else routing needs of a request."""
         settings, api = self.settings, APIS[self.path]
         choice = resolve(document, settings.openai, self.pipeline.fleet)
         fields, hint_field = routing_fields(document, context, choice.tier, self.rules)
@@ -254,7 +249,6 @@ class NamedEvents(RelayEndpoint[PassedCall]):
         )
 
     def encoder(self, request: PassedCall, answer: EngineStream, report: dict[str, Any] | None) -> PassedEvents:
-        """Return what writes the events of a stream."""
         del answer
         return PassedEvents(request.context, report)
 
@@ -277,7 +271,6 @@ class PassedEvents:
         return events
 
     def plain(self, events: bytes, texts: PlainTexts) -> bytes:
-        """Return plain events."""
         del texts
         self._latest = events
         return events

@@ -83,7 +83,6 @@ class CompletionRequest(RelayedCall):
         return isinstance(options, dict) and as_boolean(options.get("include_usage"))
 
     def engine_request(self, decision: Decision) -> RelayRequest:
-        """Return what the engine is asked."""
         del decision
         chat, resumption = self.path == CHAT, None
         if self.streamed:
@@ -106,11 +105,9 @@ class Completions(RelayEndpoint[CompletionRequest]):
     """The endpoints ``POST /v1/chat/completions`` and ``POST /v1/completions``, as ASGI applications."""
 
     def encoder(self, request: CompletionRequest, answer: EngineStream, report: dict[str, Any] | None) -> RelayedEvents:
-        """Return what writes the events of a stream."""
         return RelayedEvents(answer, report, chat=self.path == CHAT, wants_usage=request.wants_usage)
 
     def prompt(self, document: JsonObject) -> PromptText:
-        """Read a request's prompt."""
         return (read_chat if self.path == CHAT else read_completion)(document, self.pipeline.counter)
 
     def read(self, document: JsonObject, context: RequestContext, prompt: PromptText) -> CompletionRequest:

@@ -26,7 +26,6 @@ KINDS = (
 
 
 def read_chat(document: JsonObject, counter: TokenCounter) -> PromptText:
-    """Read the body of a chat completion."""
     given = document.get("messages")
     messages = [m for m in given if isinstance(m, dict)] if isinstance(given, list) else []
     texts = [text_of(m.get("content")) for m in messages]

@@ -144,7 +144,6 @@ async def pass_on(deps: Passthrough, context: RequestContext, small: SmallReques
 
 
 async def _first_answer(upstream: Upstream, small: SmallRequest, request_id: str) -> tuple[int, str, bytes]:
-    """Ask one engine after another, those that need no wait first."""
     causes: list[UpstreamError] = []
     for engine in sorted(small.engines, key=lambda e: not upstream.passes_at_once(e.url, small.pool)):
         try:

@@ -22,7 +22,6 @@ class ErrorForm(Enum):
 
 
 def error_form(path: str) -> ErrorForm:
-    """Return the form of errors at a path."""
     if path == MESSAGES or path.startswith(f"{MESSAGES}/"):
         return ErrorForm.ANTHROPIC
     if path == RESPONSES or path.startswith(f"{RESPONSES}/"):

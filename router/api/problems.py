@@ -102,7 +102,6 @@ class Problem:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self, ids: Mapping[str, str]) -> dict[str, Any]:
-        """Return the problem object, with the request's ids."""
         return {
             "type": f"urn:qarr:problem:{self.kind}",
             "title": self.title,
@@ -114,7 +113,6 @@ class Problem:
         }
 
     def openai_body(self) -> dict[str, Any]:
-        """Return OpenAI's error object."""
         status, code = self.openai or (self.status, self.kind.replace("-", "_"))
         error = {
             "message": self._message(),
@@ -125,7 +123,6 @@ class Problem:
         return {"error": error}
 
     def anthropic_body(self, ids: Mapping[str, str]) -> dict[str, Any]:
-        """Return Anthropic's error object."""
         status = self.openai[0] if self.openai else self.status
         error = {"type": _anthropic_type(status), "message": self._message()}
         return {"type": "error", "error": error, "request_id": ids["request_id"]}

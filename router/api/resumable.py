@@ -83,7 +83,6 @@ class ResumableStream:
 
     @property
     def read(self) -> bool:
-        """Tell whether a connection reads the stream."""
         return self._reader is not None
 
     def begin(self, headers: Mapping[str, str]) -> None:
@@ -247,7 +246,6 @@ class ResumableStreams:
         stream.wait_for_reader(asyncio.get_running_loop().call_later(self.bounds.resume_s, self.drop, stream))
 
     def drop(self, stream: ResumableStream) -> None:
-        """Forget a stream, and cancel its task."""
         if self._streams.pop(stream.id, None) is None:
             return
         stream.wait_for_reader(None)
@@ -262,7 +260,6 @@ class ResumableStreams:
             del self._ended[next(iter(self._ended))]
 
     async def aclose(self) -> None:
-        """End every stream."""
         for stream in list(self._streams.values()):
             self.drop(stream)
         await asyncio.gather(*self._ending, return_exceptions=True)

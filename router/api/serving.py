@@ -92,7 +92,6 @@ async def _relay(stream: EngineStream, encoder: Encoder, sink: Sink) -> None:
 
 
 async def send_whole(content: bytes, media_type: str, headers: Mapping[str, str], send: Send) -> None:
-    """Send an answer that is not streamed."""
     await send(start_message(headers, media_type, {"content-length": str(len(content))}))
     await send(body_message(content, more=False))
 

@@ -77,7 +77,6 @@ class Quota:
 
     @property
     def unlimited(self) -> bool:
-        """Tell whether there is nothing to count."""
         return self == _UNLIMITED
 
     @property
@@ -182,7 +181,6 @@ class KeyRecord(Budget):
         return Account(f"key:{self.id}", "this key", limits) if limits else None
 
     def caller(self, teams: Mapping[str, TeamRecord]) -> Caller:
-        """Return the key's caller, with its team's budgets."""
         quota = Quota(self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
         tiers = None if self.tiers is None else frozenset(self.tiers)
         shared = teams[self.team].account() if self.team is not None and self.team in teams else None
@@ -218,7 +216,6 @@ class KeyFile(BaseModel):
 
     @property
     def by_name(self) -> dict[str, TeamRecord]:
-        """Return the teams by their names."""
         return {team.name: team for team in self.teams or ()}
 
 
@@ -255,7 +252,6 @@ class KeyStore:
 
     @property
     def required(self) -> bool:
-        """Tell whether requests need a key."""
         self._refresh()
         return self._seen is not None
 
@@ -266,7 +262,6 @@ class KeyStore:
 
     @property
     def ready(self) -> bool:
-        """Tell whether callers can be told from others."""
         return True
 
     def find(self, key: str) -> Caller:
@@ -329,7 +324,6 @@ def hash_key(key: str) -> str:
 
 
 def read_keys(path: Path) -> tuple[KeyRecord, ...]:
-    """Return the keys of a file, as ``read_key_file``."""
     return read_key_file(path).keys
 
 

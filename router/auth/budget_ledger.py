@@ -59,7 +59,6 @@ class MemoryLedger:
         """Extend the leases of reservations; here nothing has a lease."""
 
     async def used(self, accounts: Iterable[str], periods: Iterable[str]) -> Used:
-        """Return what accounts have spent and reserved."""
         named = list(periods)
         used = {(account, period): self._spent[account, period] for account in accounts for period in named}
         for hold in self._holds.values():
@@ -82,8 +81,6 @@ class SqliteLedger:
         self.place = f"the file {database.path}"
 
     async def take(self, hold: Hold, bounds: Sequence[Bound]) -> Taken:
-        """See ``MemoryLedger``."""
-
         def work(sql: sqlite3.Connection) -> Taken:
             now = self._now()
             used = _used(sql, hold.accounts, hold.periods, now)
@@ -96,8 +93,6 @@ class SqliteLedger:
         return await self._database.change(work)
 
     async def settle(self, hold: Hold, charge: Charge) -> None:
-        """See ``MemoryLedger``."""
-
         def work(sql: sqlite3.Connection) -> None:
             if not sql.execute("INSERT OR IGNORE INTO settled VALUES (?, ?)", (hold.id, self._now())).rowcount:
                 return
@@ -126,7 +121,6 @@ class SqliteLedger:
         await self._database.change(work)
 
     async def used(self, accounts: Iterable[str], periods: Iterable[str]) -> Used:
-        """See ``MemoryLedger``."""
         asked = list(accounts), list(periods)
         return await self._database.change(lambda sql: _used(sql, *asked, self._now()))
 
@@ -151,7 +145,6 @@ def _used(sql: sqlite3.Connection, accounts: Iterable[str], periods: Iterable[st
 
 
 def _places(hold: Hold) -> list[tuple[str, str]]:
-    """Return where a hold counts: accounts and periods."""
     return [(account, period) for account in hold.accounts for period in hold.periods]
 
 
@@ -238,7 +231,6 @@ class RedisLedger:
         self._renew = self._redis.register_script(_RENEW)
 
     async def take(self, hold: Hold, bounds: Sequence[Bound]) -> Taken:
-        """See ``MemoryLedger``."""
         places = [(bound.account.id, bound.limit.span, bound.limit.unit) for bound in bounds]
         most = dict(zip(places, (bound.amount for bound in bounds), strict=True))
         limits = [most.get((account, *which), -1) for account in hold.accounts for which in _ORDER]
@@ -254,11 +246,9 @@ class RedisLedger:
         return Taken(used, places.index((account, *which)))
 
     async def settle(self, hold: Hold, charge: Charge) -> None:
-        """See ``MemoryLedger``."""
         await self._settle(keys=_names(hold), args=[hold.id, *charge, SETTLED_KEPT_S, SPENT_KEPT_S])
 
     async def renew(self, holds: Iterable[Hold]) -> None:
-        """See ``MemoryLedger``."""
         ids: dict[str, list[str]] = defaultdict(list)
         for hold in holds:
             for account in hold.accounts:
@@ -267,7 +257,6 @@ class RedisLedger:
             await self._renew(keys=[_name("ends", account)], args=[LEASE_S, *held])
 
     async def used(self, accounts: Iterable[str], periods: Iterable[str]) -> Used:
-        """See ``MemoryLedger``."""
         used, named = Used(), list(periods)
         seconds, microseconds = await self._redis.time()
         now = seconds + microseconds / 1e6
@@ -289,7 +278,6 @@ class RedisLedger:
         return used
 
     async def aclose(self) -> None:
-        """Close the connections."""
         await self._redis.aclose()
 
 

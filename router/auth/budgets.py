@@ -31,7 +31,6 @@ class Budget(BaseModel):
     money_per_month: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
 
     def limits(self) -> tuple[Limit, ...]:
-        """Return those that are set."""
         given: tuple[tuple[Span, Unit, float | None], ...] = (
             ("day", "engine_us", self.engine_seconds_per_day),
             ("day", "money_u", self.money_per_day),
@@ -50,11 +49,9 @@ class Limit(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return its name, as in ``engine_seconds_per_day``."""
         return f"{'engine_seconds' if self.unit == 'engine_us' else 'money'}_per_{self.span}"
 
     def text(self, currency: str) -> str:
-        """Return it for a person."""
         return f"{shown(self.amount)} {'engine-seconds' if self.unit == 'engine_us' else currency} a {self.span}"
 
 
@@ -184,5 +181,4 @@ class NoPrice(Exception):
 
 
 def shown(amount: int) -> str:
-    """Return millionths for a person."""
     return f"{amount / MICRO:.6f}".rstrip("0").rstrip(".")

@@ -75,7 +75,6 @@ class Database:
         return found
 
     async def aclose(self) -> None:
-        """Close the file after what was begun."""
         if self._thread is not None:
             await asyncio.get_running_loop().run_in_executor(self._thread, self.close)
             self._thread.shutdown()
@@ -92,7 +91,6 @@ class Database:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Close the file."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

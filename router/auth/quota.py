@@ -280,7 +280,6 @@ class LocalLedger:
         return usage
 
     async def give_back(self, unused: Refund) -> None:
-        """Give back what a request did not use."""
         counts = self._keys[unused.key_id]
         counts.slots.discard(unused.slot)
         if unused.tokens < 0:
@@ -435,7 +434,6 @@ class RedisLedger:
         await self._give_back(keys=_names(unused.key_id), args=numbers)
 
     async def renew(self, slots: dict[str, set[str]]) -> None:
-        """Extend the leases of slots, by key id."""
         seconds, microseconds = await self._redis.time()
         until = seconds + microseconds / 1e6 + LEASE_S
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -450,7 +448,6 @@ class RedisLedger:
         await self._redis.set("qarr:tried", "", px=1000)
 
     async def aclose(self) -> None:
-        """Close the connections."""
         await self._redis.aclose()
 
 

@@ -78,12 +78,10 @@ class Spending:
         self._keeper: asyncio.Task[None] | None = None
 
     def take(self, *, currency: str, priced: bool, serve_unknown: bool) -> None:
-        """Take other settings."""
         self._currency, self._priced, self._serve_unknown = currency, priced, serve_unknown
 
     @property
     def notes(self) -> list[str]:
-        """Return what an operator should know of it."""
         return [] if self._alone is None else [f"{self.ledger.place}, which counts budgets, cannot be used"]
 
     async def enter(self, caller: Caller, asked: Charge, times: int = 1) -> BudgetGrant:
@@ -122,7 +120,6 @@ class Spending:
         await asyncio.shield(self._start(self._settle(hold, charge)))
 
     async def aclose(self) -> None:
-        """Finish what was begun, and close the ledger."""
         while self._work:
             await asyncio.wait(self._work)
         if self._keeper is not None:

@@ -140,13 +140,11 @@ class Tokens:
             await asyncio.wait({self._fetching}, timeout=FETCH_S)
 
     def look(self) -> None:
-        """Read the keys again if that is due."""
         due = self._read_at is None or self._now() - self._read_at > REFRESH_S
         if self._url is None or due:
             self._begin()
 
     async def aclose(self) -> None:
-        """End a fetch."""
         if self._fetching is not None:
             self._fetching.cancel()
             await asyncio.gather(self._fetching, return_exceptions=True)
@@ -321,7 +319,6 @@ class Access(KeyStore):
         return self.tokens is not None or super().required
 
     def find(self, key: str) -> Caller:
-        """See ``KeyStore``."""
         self._refresh()
         if self.tokens is not None and key.count(".") == 2 and len(key) <= MOST_TOKEN_CHARS:  # noqa: PLR2004
             return self.tokens.find(key, self.teams)
@@ -329,17 +326,14 @@ class Access(KeyStore):
 
     @property
     def notes(self) -> list[str]:
-        """See ``KeyStore``."""
         away = self.tokens is not None and (self.tokens.fault or not self.tokens.in_force)
         return ["the keys of the tokens' issuer (jwt.jwks) cannot be read"] if away else []
 
     @property
     def ready(self) -> bool:
-        """See ``KeyStore``."""
         return self.tokens is None or self.tokens.in_force
 
     def holds(self, caller: Caller) -> bool:
-        """See ``KeyStore``."""
         return (self.tokens is not None and self.tokens.holds(caller)) or super().holds(caller)
 
     def take(self, other: KeyStore) -> None:

@@ -66,7 +66,6 @@ class RouterApiClient:
 
 
 def _said(answer: dict[str, Any]) -> str:
-    """Return the text of an error: the fields that are wrong and what they may be, else its detail."""
     wrong = [f"{e['field']}: {e['problem']} (allowed: {e['allowed']})" for e in answer.get("errors", ())]
     return "; ".join(wrong) or str(answer.get("detail", answer))
 

@@ -48,7 +48,6 @@ def check_tier(tier: TierName, settings: Settings) -> None:
 
 
 def tier_settings(settings: Settings) -> list[Any]:
-    """Return the tiers' settings, by rising precision."""
     return [settings.tiers.of(name) for name in settings.tiers.names]
 
 
@@ -73,7 +72,6 @@ def output(piped_width: int) -> Console:
 
 
 def print_table(table: Table, piped_width: int = 140) -> None:
-    """Print a table to standard output."""
     output(piped_width).print(table)
 
 

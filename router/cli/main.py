@@ -67,7 +67,6 @@ def main() -> None:
 
 
 def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
-    """Return the command with some of its subcommands."""
     app = typer.Typer(
         help="Serve one language model at three precisions and send each prompt to the cheapest one that is good enough.",
         no_args_is_help=True,

@@ -165,7 +165,6 @@ def _own_profile(
 
 
 def _rate(text: str | None) -> float | None:
-    """Read a load, as ``40/s``; a number alone is that many a second."""
     if text is None:
         return None
     found = _LOAD.fullmatch(text.strip())

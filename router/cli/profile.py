@@ -180,11 +180,7 @@ class _Log:
 
 @asynccontextmanager
 async def _connected(url: str, config: Path | None) -> AsyncIterator[RouterClient]:
-    """Open a client of a router that does not measure itself at the moment.
-
-    Raises:
-        ProfileError: The router measures itself.
-    """
+    """Open a client of a router that does not measure itself at the moment."""
     url, verify = find_router(url, config)
     async with connect(url, os.environ.get("QARR_KEY", ""), verify=verify) as client:
         measuring = (await client.fleet()).measuring

@@ -77,12 +77,7 @@ def top(
 
 
 def _fleets(client: httpx.Client, url: str, records: deque[dict[str, Any]]) -> Iterator[dict[str, Any] | None]:
-    """Yield the fleet with each event of ``GET /live``, None with each ended request, which is added to the records.
-
-    Raises:
-        OperationError: The router refuses the stream; trying again does not help.
-        httpx.HTTPError: The router does not answer; trying again may help.
-    """
+    """Yield the fleet with each event of ``GET /live``, None with each ended request, which is added to the records."""
     event = ""
     with client.stream("GET", f"{url}/live") as response:
         if response.status_code == httpx.codes.UNAUTHORIZED:

@@ -109,7 +109,6 @@ class Deployment:
 
     @property
     def local(self) -> frozenset[TierName]:
-        """Return the tiers that run here."""
         if self.missing:
             return frozenset(spec.name for spec in self.specs if spec.replicas)
         return frozenset(launch.tier.name for launch in self.launches)
@@ -178,7 +177,6 @@ def make_deployment(
 
 
 def prepare_options(settings: Settings) -> PrepareOptions:
-    """Return how the checkpoints are made."""
     return PrepareOptions(
         model=settings.model.name,
         store=settings.model.store,
@@ -233,7 +231,6 @@ def elsewhere(spec: TierSpec) -> TierSpec:
 
 
 def with_checkpoint(spec: TierSpec, made: Checkpoint, args: Sequence[str]) -> TierSpec:
-    """Return a tier's layout with a prepared checkpoint."""
     precision = checkpoint_precision(made.path, args)
     return replace(spec, checkpoint=made.path, digest=made.manifest.weights_digest, precision=precision)
 
@@ -273,11 +270,9 @@ class LateCounter(TokenCounter):
 
     @property
     def exact(self) -> bool:
-        """Return whether counts are the model's own."""
         return self._counter.exact
 
     def count(self, text: str) -> int:
-        """Return the number of tokens of a text."""
         return self._counter.count(text)
 
 

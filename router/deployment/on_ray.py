@@ -185,7 +185,6 @@ class OnRay:
         return self._engines is None or (self._engines.settled and ready >= self._count)
 
     def start(self) -> None:
-        """Begin to place engines. Return at once."""
         if self._engines is not None:
             self._task = asyncio.create_task(self._engines.run(), name="engines on Ray")
 
@@ -199,7 +198,6 @@ class OnRay:
             self._task.result()
 
     async def stop(self) -> None:
-        """End the placement and all its engines."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -22,7 +22,6 @@ MAX_SLOWDOWN = 8.0  # per token, of an engine alone on the machine against its l
 
 
 def fleet_options(settings: Settings) -> FleetOptions:
-    """Return when replicas get fewer requests or none."""
     upstream = settings.upstream
     return FleetOptions(
         breaker=BreakerOptions(
@@ -64,6 +63,5 @@ def dns_names(settings: Settings) -> dict[TierName, str]:
 
 
 def make_canary(settings: Settings, machine: str) -> Canary:
-    """Return what engines started here are compared with."""
     engine, path = settings.engine, settings.policy.profiles / CANARY_FILE
     return Canary(path, machine, engine.canary_min_agreement, MAX_SLOWDOWN)

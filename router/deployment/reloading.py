@@ -35,7 +35,6 @@ class Asked:
     load: Callable[[], Settings]
 
     def reloads(self, listening: socket.socket) -> Reloads:
-        """Return what reloads these settings."""
         return Reloads(self.settings, partial(self._read, listening.getsockname()[0]))
 
     def _read(self, host: str) -> Settings:
@@ -58,7 +57,6 @@ class Parts:
         self._roster, self._read, self._own = roster, read, deployment.settings
 
     async def prepare(self, settings: Settings) -> Commit:
-        """See ``Reloads.add``."""
         self._check_urls(settings)
         sections = {change.key.partition(".")[0] for change in changes(self._read, settings)}
         own = self._own.model_copy(update={name: getattr(settings, name) for name in sections})

@@ -301,7 +301,6 @@ class LiveEndpoints:
         self._pipeline, self._evaluation, self._live, self._settings = pipeline, evaluation, live, settings
 
     def routes(self) -> list[Endpoint]:
-        """Return the endpoints' routes."""
         return [
             Endpoint("/live", self._live, methods=["GET"]),
             Endpoint("/requests", self._requests, methods=["GET"]),
@@ -317,14 +316,12 @@ class LiveEndpoints:
         return _json({"scope": scope_of(everything=caller.sees_all), "requests": shown})
 
     async def _traces(self, request: Request) -> Response:
-        """Answer with the kept traces that the caller may see, newest first."""
         limit, caller = _limit(request), context_of(request.scope).caller
         seen = (record for record in reversed(self._pipeline.registry.kept()) if caller.sees(record.key_id))
         shown = [render_listed(record) for record in islice(seen, limit)]
         return _json({"scope": scope_of(everything=caller.sees_all), "traces": shown})
 
     async def _trace(self, request: Request) -> Response:
-        """Answer with one trace; another key's counts as unknown."""
         caller, trace_id = context_of(request.scope).caller, request.path_params["trace_id"]
         kept = (record for record in self._pipeline.registry.kept() if record.trace_id == trace_id)
         seen = [record for record in kept if caller.sees(record.key_id)]
@@ -361,11 +358,7 @@ class LiveEndpoints:
 
 
 def _limit(request: Request) -> int:
-    """Return the ``limit`` of a list.
-
-    Raises:
-        HTTPException: 400: it is not a number in range.
-    """
+    """Return the ``limit`` of a list."""
     text = request.query_params.get("limit", "100")
     # int() refuses thousands of digits with an error of its own.
     limit = int(text) if text.isascii() and text.isdecimal() and len(text) <= len(str(MOST_LISTED)) else 0

@@ -11,9 +11,9 @@ import asyncio
 import sys
 import time
 from itertools import pairwise, permutations
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
@@ -21,7 +21,6 @@ from starlette.responses import Response
 
 from router.api.asgi import context_of
 from router.monitoring.scaling import Scaling
-from router.monitoring.tally import Tally
 from router.monitoring.usage import UsageMetrics
 from router.pipeline.registry import OVER_BUDGET, OVER_QUOTA
 from router.policy.decision import Refusal
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
     from starlette.requests import Request
 
-    from router.monitoring.tally import Buckets, Count, Counter, Histogram
     from router.monitoring.usage import Labels
     from router.pipeline.charging import Charging
     from router.pipeline.pipeline import Pipeline
@@ -45,6 +43,7 @@ if TYPE_CHECKING:
     from router.profiling.shadow_evaluation import ShadowEvaluation
     from router.telemetry.record import RequestRecord
 
+disable_created_metrics()  # type: ignore[no-untyped-call]
 NO_TIER = "none"
 # Bounds in seconds: a GPU's first token takes tens of milliseconds, a queue or a CPU's prefill tens of seconds.
 TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 40, 80)
@@ -57,26 +56,15 @@ KIND = ("class", "tier")
 METHODS = {"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"}
 
 
-class _Measured(NamedTuple):
-    """What is counted of the requests of one class that one tier served."""
-
-    prompt_tokens: Count
-    output_tokens: Count
-    cost: Count
-    ttft: Buckets
-    tpot: Buckets
-    duration: Buckets
-
-
 class RequestMetrics:
     """Counters and histograms of requests that have ended."""
 
-    def __init__(self, tally: Tally, tiers: Sequence[TierName] = STANDARD_TIERS) -> None:
+    def __init__(self, registry: CollectorRegistry, tiers: Sequence[TierName] = STANDARD_TIERS) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return tally.counter(f"qarr_{name}", text, *labels)
+            return Counter(f"qarr_{name}", text, labels, registry=registry)
 
         def histogram(name: str, text: str, bounds: tuple[float, ...], *labels: str) -> Histogram:
-            return tally.histogram(f"qarr_{name}", text, bounds, *labels)
+            return Histogram(f"qarr_{name}", text, labels, buckets=bounds, registry=registry)
 
         self._http = counter("http_requests", "Requests by endpoint and status.", "route", "method", "code")
         self._requests = counter("requests", "Requests by the tier that served them.", *KIND, "outcome")
@@ -88,46 +76,41 @@ class RequestMetrics:
         self._cached_tokens = counter("cached_prompt_tokens", text, "tier", "source")
         self._sla = counter("sla_requests", "Requests with bounds on times, by whether they were met.", *KIND, "result")
         for reason in (*(refusal.value for refusal in Refusal), OVER_QUOTA, OVER_BUDGET):
-            self._refusals.of(reason)  # at 0 from the start: a rate cannot see the first event of a new series
+            self._refusals.labels(reason)  # at 0 from the start: a rate cannot see the first event of a new series
         text = "Answers that another engine continued."
         self._continuations = counter("continuations", text, "from_tier", "to_tier")
         self._overflow = counter(
             "overflow_requests", "Requests without a slot, by what the overflow made of them.", "outcome"
         )
         for outcome in ("ok", "error", "client_gone", "full", "paused", "unsupported", "failed", "cancelled"):
-            self._overflow.of(outcome)
+            self._overflow.labels(outcome)
         for one, other in permutations(tiers, 2):
-            self._continuations.of(one, other)
+            self._continuations.labels(one, other)
         self._cost = counter("cost_engine_seconds", "Predicted engine time of requests, by price.", *KIND)
         self._ttft = histogram("time_to_first_token_seconds", "From a request to its first token.", TTFT_S, *KIND)
         self._tpot = histogram("time_per_output_token_seconds", "Mean time between tokens.", TPOT_S, *KIND)
         self._duration = histogram("request_duration_seconds", "From a request to its last byte.", DURATION_S, *KIND)
         self._queue = histogram("queue_wait_seconds", "Waits for a slot.", QUEUE_S, "priority")
         text = "From a request's arrival until it is sent to an engine, without the queue."
-        self._overhead = histogram("overhead_seconds", text, OVERHEAD_S).of()
+        self._overhead = histogram("overhead_seconds", text, OVERHEAD_S)
         text = "|predicted - seen| / seen, of undisturbed answers."
         self._off = histogram("prediction_error_ratio", text, ERROR_RATIO, "tier", "kind")
-        self._counted: dict[tuple[str, ...], tuple[Count, Count]] = {}
-        self._measured: dict[tuple[str, str], _Measured] = {}
 
     def answered(self, route: str, method: str, status: int) -> None:
-        """Count an answer of any endpoint."""
-        self._http.of(route, method if method in METHODS else "other", str(status)).value += 1
+        self._http.labels(route, method if method in METHODS else "other", str(status)).inc()
 
     def observe(self, record: RequestRecord) -> None:
-        """Count one record."""
         decision, outcome = record.decision, record.outcome
         served = record.served_by or (OVERFLOW if record.overflow is not None else None)
         kind, decided, tier = decision.query.features.prompt_class, decision.tier or NO_TIER, served or NO_TIER
-        requests, decisions = self._counts(kind, tier, outcome, decided, decision.basis)
-        requests.value += 1
-        decisions.value += 1
+        self._requests.labels(kind, tier, outcome).inc()
+        self._decisions.labels(kind, decided, decision.basis).inc()
         if outcome is Outcome.REFUSED:
-            self._refusals.of(str(record.error)).value += 1
+            self._refusals.labels(str(record.error)).inc()
         if record.overflow is not None or record.overflow_failure is not None:
-            self._overflow.of(record.overflow_failure or outcome).value += 1
+            self._overflow.labels(record.overflow_failure or outcome).inc()
         if record.sla_met is not None:
-            self._sla.of(kind, tier, "met" if record.sla_met else "missed").value += 1
+            self._sla.labels(kind, tier, "met" if record.sla_met else "missed").inc()
         if served is None:
             return
         chosen = decision.chosen
@@ -135,48 +118,35 @@ class RequestMetrics:
         if outcome is Outcome.OK and chosen is not None and record.undisturbed:
             self._observe_predictions(record, tier, chosen)
         for before, after in pairwise((tier, *record.continued_on)):
-            self._continuations.of(before, after).value += 1
-
-    def _counts(self, kind: str, tier: str, outcome: str, decided: str, basis: str) -> tuple[Count, Count]:
-        key = kind, tier, outcome, decided, basis
-        found = self._counted.get(key)
-        if found is None:
-            found = self._requests.of(kind, tier, outcome), self._decisions.of(kind, decided, basis)
-            self._counted[key] = found
-        return found
+            self._continuations.labels(before, after).inc()
 
     def _measure(self, record: RequestRecord, kind: str, tier: str, cost: float) -> None:
-        of = self._measured.get((kind, tier))
-        if of is None:
-            counts = self._prompt_tokens.of(kind, tier), self._output_tokens.of(kind, tier), self._cost.of(kind, tier)
-            times = self._ttft.of(kind, tier), self._tpot.of(kind, tier), self._duration.of(kind, tier)
-            of = self._measured[kind, tier] = _Measured(*counts, *times)
-        trace_id, now = record.trace_id, time.time()
-        of.prompt_tokens.value += record.prompt_tokens
-        of.output_tokens.value += record.output_tokens
+        trace = {"trace_id": record.trace_id} if record.trace_id else None
+        self._prompt_tokens.labels(kind, tier).inc(record.prompt_tokens)
+        self._output_tokens.labels(kind, tier).inc(record.output_tokens)
         if record.predicted_cached_tokens is not None:
-            self._cached_tokens.of(tier, "predicted").value += record.predicted_cached_tokens
+            self._cached_tokens.labels(tier, "predicted").inc(record.predicted_cached_tokens)
         if record.cached_prompt_tokens is not None:
-            self._cached_tokens.of(tier, "reported").value += record.cached_prompt_tokens
-        of.cost.value += cost
-        self._queue.of(record.priority).observe(record.queue_ms / 1000, trace_id, now)
+            self._cached_tokens.labels(tier, "reported").inc(record.cached_prompt_tokens)
+        self._cost.labels(kind, tier).inc(cost)
+        self._queue.labels(record.priority).observe(record.queue_ms / 1000, trace)
         if record.overhead_ms is not None:
-            self._overhead.observe(record.overhead_ms / 1000, trace_id, now)
+            self._overhead.observe(record.overhead_ms / 1000, trace)
         if record.ttft_ms is not None:
-            of.ttft.observe(record.ttft_ms / 1000, trace_id, now)
+            self._ttft.labels(kind, tier).observe(record.ttft_ms / 1000, trace)
         if record.tpot_ms is not None:
-            of.tpot.observe(record.tpot_ms / 1000, trace_id, now)
+            self._tpot.labels(kind, tier).observe(record.tpot_ms / 1000, trace)
         if record.outcome is Outcome.OK:
-            of.duration.observe(record.duration_ms / 1000, trace_id, now)
+            self._duration.labels(kind, tier).observe(record.duration_ms / 1000, trace)
 
     def _observe_predictions(self, record: RequestRecord, tier: str, chosen: TierReport) -> None:
         """Compare predictions with what was seen of an undisturbed answer."""
         seen = (record.ttft_ms or 0.0) - record.queue_ms - (record.overhead_ms or 0.0)
         if chosen.predicted_ttft_ms is not None and seen > 0:
-            self._off.of(tier, "ttft").observe(abs(chosen.predicted_ttft_ms - seen) / seen)
+            self._off.labels(tier, "ttft").observe(abs(chosen.predicted_ttft_ms - seen) / seen)
         seen = record.tpot_ms or 0.0
         if chosen.predicted_tpot_ms is not None and seen > 0:
-            self._off.of(tier, "tpot").observe(abs(chosen.predicted_tpot_ms - seen) / seen)
+            self._off.labels(tier, "tpot").observe(abs(chosen.predicted_tpot_ms - seen) / seen)
 
 
 class Losses(Collector):
@@ -234,7 +204,6 @@ class Load(Collector):
         self._pipeline, self._retries, self._about = pipeline, retries, about
 
     def collect(self) -> Iterable[Metric]:
-        """Return the router's own state, then the replicas'."""
         pipeline = self._pipeline
         about = GaugeMetricFamily("qarr_build_info", "1, with what runs.", labels=["version", "model"])
         about.add_metric([self._about["version"], self._about["model"]], 1)
@@ -306,11 +275,7 @@ class Load(Collector):
 
 
 class Metrics:
-    """All of the router's metrics.
-
-    Attributes:
-        tally: What is counted of requests.
-    """
+    """All of the router's metrics."""
 
     def __init__(
         self,
@@ -319,23 +284,20 @@ class Metrics:
         retries: Mapping[TierName, int],
         about: Mapping[str, str],
     ) -> None:
-        registry, self.tally = CollectorRegistry(), Tally()
-        self._registry, self._of_keys = registry, tuple[Collector, ...]()
-        requests = RequestMetrics(self.tally, [spec.name for spec in pipeline.fleet.specs])
+        self._registry, self._of_keys = CollectorRegistry(), CollectorRegistry()
+        registry = self._registry
+        requests = RequestMetrics(registry, [spec.name for spec in pipeline.fleet.specs])
         self.answered = requests.answered
         pipeline.registry.observers.append(requests.observe)
-        registry.register(self.tally)
         ProcessCollector(registry=registry)
         registry.register(Load(pipeline, retries, about))
         registry.register(Scaling(pipeline))
         registry.register(Losses(evaluation, pipeline.policy))
 
     def count_keys(self, usage: UsageLog, charging: Charging, labels: Labels) -> UsageMetrics:
-        """Count what keys use as well."""
-        tally = Tally()
-        metrics = UsageMetrics(tally, labels, charging)
+        metrics = UsageMetrics(self._of_keys, labels, charging)
         usage.observers.append(metrics.observe)
-        self._of_keys = (tally, metrics)
+        self._of_keys.register(metrics)
         return metrics
 
     def show_expiry(self, expires: Callable[[], float]) -> None:
@@ -347,6 +309,6 @@ class Metrics:
         """Answer a scrape; on the event loop, which owns the state that is read. Only operators see what keys use."""
         encode, media_type = choose_encoder(request.headers.get("accept", ""))
         page = CollectorRegistry()
-        for part in (self._registry, *(self._of_keys if context_of(request.scope).caller.sees_all else ())):
+        for part in (self._registry, self._of_keys) if context_of(request.scope).caller.sees_all else (self._registry,):
             page.register(part)
         return Response(encode(page), media_type=media_type)

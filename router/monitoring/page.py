@@ -56,7 +56,6 @@ class Page:
 
 
 def compose() -> tuple[str, dict[str, str]]:
-    """Return the document and its response headers."""
     style = (WEB / "page.css").read_text("utf-8")
     parts = [(WEB / f"{name}.js").read_text("utf-8") for name in SCRIPTS]
     script = '(() => {\n"use strict";\n' + "\n".join(parts) + "})();\n"

@@ -9,6 +9,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import Counter
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
@@ -26,13 +27,13 @@ from tiers.background import Faults
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
     from starlette.requests import Request
     from starlette.responses import Response
 
     from router.auth.api_keys import Caller, KeyStore
     from router.auth.database import Database
-    from router.monitoring.tally import Tally
     from router.pipeline.charging import Charging
     from router.pipeline.usage import Row, Use
 
@@ -70,9 +71,9 @@ class Labels:
 class UsageMetrics(Collector):
     """Counters of keys, and how far budgets are used."""
 
-    def __init__(self, tally: Tally, labels: Labels, charging: Charging) -> None:
-        def counter(name: str, text: str, *more: str) -> Any:
-            return tally.counter(f"qarr_key_{name}", text, *KEY, *more)
+    def __init__(self, registry: CollectorRegistry, labels: Labels, charging: Charging) -> None:
+        def counter(name: str, text: str, *more: str) -> Counter:
+            return Counter(f"qarr_key_{name}", text, (*KEY, *more), registry=registry)
 
         self._labels, self._charging = labels, charging
         self._budgets: list[dict[str, Any]] = []
@@ -88,18 +89,17 @@ class UsageMetrics(Collector):
         self._highest = counter("highest_engine_seconds", text)
 
     def observe(self, row: Row, use: Use) -> None:
-        """Count one request."""
         whose = self._labels.of(row.key)
-        self._requests.of(*whose, row.tier).value += use.requests
+        self._requests.labels(*whose, row.tier).inc(use.requests)
         for kind, tokens in (
             ("prompt", use.prompt_tokens),
             ("cached", use.cached_tokens),
             ("output", use.output_tokens),
         ):
-            self._tokens.of(*whose, kind).value += tokens
-        self._engine.of(*whose).value += use.engine_us / MICRO
-        self._money.of(*whose).value += use.money_u / MICRO
-        self._highest.of(*whose).value += use.highest_engine_us / MICRO
+            self._tokens.labels(*whose, kind).inc(tokens)
+        self._engine.labels(*whose).inc(use.engine_us / MICRO)
+        self._money.labels(*whose).inc(use.money_u / MICRO)
+        self._highest.labels(*whose).inc(use.highest_engine_us / MICRO)
 
     def collect(self) -> Iterable[Metric]:
         """Return how far budgets were used at the last look."""
@@ -115,7 +115,6 @@ class UsageMetrics(Collector):
         self._budgets = await used_budgets(ledger, self._labels.callers(), time.time())
 
     async def run(self) -> None:
-        """Look until cancelled."""
         faults = Faults(repeats=False)
         while True:
             try:
@@ -132,7 +131,6 @@ class UsageEndpoint:
         self._database, self._charging, self._keys = database, charging, keys
 
     def routes(self) -> list[Endpoint]:
-        """Return its route."""
         return [Endpoint("/usage", self.answer, methods=["GET"])]
 
     async def answer(self, request: Request) -> Response:

@@ -126,12 +126,10 @@ class Admission:
 
     @property
     def most_waiting(self) -> int:
-        """Return the most requests that may wait."""
         return self._options.max_waiting
 
     @property
     def waiting(self) -> int:
-        """Return the number of waiting requests."""
         return len(self._lines)
 
     def waiting_for(self, tier: TierName) -> int:
@@ -139,7 +137,6 @@ class Admission:
         return self._lines.waiting_for(tier)
 
     async def run(self) -> None:
-        """Examine the queue every ``TICK_S``, until cancelled."""
         while True:
             await asyncio.sleep(TICK_S)
             self._dispatch()

@@ -51,7 +51,6 @@ class Charging:
 
     @property
     def tariff(self) -> Tariff:
-        """Return what tiers cost now."""
         specs = self.fleet.specs
         if self._made is None or self._made[0] is not specs:
             self._made = specs, tariff(specs, self.prices, self.replica_hour)

@@ -77,7 +77,6 @@ class Lines(Generic[E]):
         return self._count
 
     def add(self, entry: E) -> None:
-        """Put a request into its line."""
         self._lines.setdefault(_kind(entry), _Line(entry.tiers)).add(entry)
         self._count += 1
 

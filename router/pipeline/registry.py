@@ -81,7 +81,6 @@ class ActiveRequest:
 
     @property
     def state(self) -> State:
-        """Return its stage."""
         if self.answer is not None:
             return "decode"
         return "waiting" if self.admitted is None and self.diverted is None else "prefill"
@@ -115,7 +114,6 @@ class RequestRegistry:
 
     @property
     def open(self) -> list[ActiveRequest]:
-        """Return the open requests, the oldest first."""
         return list(self._open.values())
 
     def kept(self) -> list[RequestRecord]:
@@ -124,13 +122,11 @@ class RequestRegistry:
         return [*(record for record in self._failed if id(record) not in recent), *self.recent]
 
     def begin(self, context: RequestContext, decision: Decision, priority: int) -> ActiveRequest:
-        """Keep a request among the open ones."""
         request = ActiveRequest(context, decision, class_of(priority))
         self._open[id(request)] = request
         return request
 
     def end(self, request: ActiveRequest, error: BaseException | None) -> None:
-        """Record how a request has ended."""
         del self._open[id(request)]
         self._ended(self._record(request, error))
 

@@ -52,18 +52,15 @@ class RequestContext:
     limits: dict[str, str] = field(default_factory=dict)
 
     def header(self, name: bytes) -> str | None:
-        """Return one of the request's headers."""
         value = self.sent.get(name)
         return None if value is None else value.decode("latin-1")
 
     @property
     def ids(self) -> dict[str, str]:
-        """Return the ids as members of JSON bodies."""
         return {"request_id": self.request_id, "trace_id": self.trace_id}
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return the headers of every response."""
         anthropic = {"request-id": self.request_id} if self.route.startswith("/v1/messages") else {}
         return {"x-request-id": self.request_id, "x-qarr-trace-id": self.trace_id, **anthropic, **self.limits}
 
@@ -106,7 +103,6 @@ class PromptText:
         return replace(features, prompt_class=PromptClass.UNKNOWN, complexity=Complexity.COMPLEX, signals=signals)
 
     def tokens(self, features: PromptFeatures, template: TemplateTokens) -> int:
-        """Return the longest prompt's tokens, chat template included."""
         tokens = features.tokens + self.system_tokens if self.prompt_tokens is None else self.prompt_tokens
         return tokens + template.conversation(self.messages, system=self.system) if self.messages else tokens
 

@@ -155,7 +155,6 @@ class SharedLoad:
             await self._pause()
 
     async def aclose(self) -> None:
-        """Remove this router's report, and close the connection."""
         if self._redis is None:
             return
         try:

@@ -61,7 +61,6 @@ class Use(NamedTuple):
     highest_money_u: int = 0
 
     def plus(self, other: Use) -> Use:
-        """Return both together."""
         return Use(*(one + more for one, more in zip(self, other, strict=True)))
 
 
@@ -90,7 +89,6 @@ class UsageLog:
             self._records.append(record)
 
     async def run(self) -> None:
-        """Write until cancelled, and once more then."""
         faults = Faults(repeats=False)
         try:
             while True:

@@ -46,11 +46,9 @@ class Charge(NamedTuple):
     money_u: int = 0
 
     def plus(self, other: Charge) -> Charge:
-        """Return both together."""
         return Charge(self.engine_us + other.engine_us, self.money_u + other.money_u)
 
     def at_most(self, other: Charge) -> Charge:
-        """Return the smaller of each."""
         return Charge(min(self.engine_us, other.engine_us), min(self.money_u, other.money_u))
 
 

@@ -87,7 +87,6 @@ class _Need:
 
     @property
     def who(self) -> str:
-        """Return the kind of prompt, for people."""
         features = self.features
         sure = features.confidence >= SURE or features.prompt_class is PromptClass.UNKNOWN
         kind = features.prompt_class.value.replace("_", " ") if sure else f"probably {features.prompt_class.value}"
@@ -205,14 +204,7 @@ class _Case:
         self.estimates = [self._estimate(tier, prompt_tokens, output, there) for tier in fleet.tiers]
 
     def _estimate(self, tier: TierSnapshot, prompt_tokens: int, output: float, there: int) -> _TierEstimate:
-        """Return what can be expected of one tier.
-
-        Args:
-            tier: The tier.
-            prompt_tokens: To read.
-            output: Expected output tokens of all sequences.
-            there: Sequences on the whole fleet, those of the request included.
-        """
+        """Return what can be expected of one tier."""
         query, table, z, spec, need = self.query, self.table, self.z, tier.spec, self.need
         name = spec.name
         free, speed, times, cached = tier.offer(prompt_tokens, output, query.sequences, self.fleet)
@@ -254,7 +246,6 @@ class _Case:
         return Rate(speed.engine_ms(1, 0, batch) * 1000 * drift, speed.engine_ms(0, 1, batch) * 1000 * drift)
 
     def precision(self) -> str | None:
-        """Return what the chosen tier serves."""
         return None if self.chosen is None else self.chosen.spec.precision
 
     def reason(self) -> str:
@@ -326,11 +317,9 @@ class _Case:
         return min([wait for wait in waits if wait is not None], default=None)
 
     def verdicts(self) -> tuple[TierReport, ...]:
-        """Return the reports on all tiers."""
         return tuple([self.verdict(o.name) for o in self.estimates])
 
     def verdict(self, tier: TierName) -> TierReport:
-        """Return the report on one tier, as ``Decision.verdict``."""
         made = self._reports.get(tier)
         if made is None:
             estimate = next((o for o in self.estimates if o.name is tier), None)

@@ -160,7 +160,6 @@ class Query:
 
     @property
     def tokens_to_read(self) -> int:
-        """Return the tokens of all prompts together."""
         return max(self.prompt_tokens, self.all_prompt_tokens)
 
     @property

@@ -124,7 +124,6 @@ class DecisionLog:
         *,
         priority: int = 0,
     ) -> None:
-        """Write a decision."""
         if table is not self._table:
             self._table, self._policy = table, digest_of(table)
             self._head = _line(PolicyRecord(self._policy, table))
@@ -145,7 +144,6 @@ class DecisionLog:
         self._writer.put(_line(record), self._head)
 
     def ended(self, outcome: OutcomeRecord) -> None:
-        """Write how a request ended."""
         self._writer.put(_line(outcome), self._head)
 
     def overflowed(self, record: OverflowRecord) -> None:
@@ -158,7 +156,6 @@ class DecisionLog:
 
 
 def digest_of(table: PolicyParameters) -> str:
-    """Return the digest that names a policy's parameters."""
     return hashlib.sha256(_PARAMETERS.dump_json(table)).hexdigest()[:16]
 
 

@@ -99,7 +99,6 @@ class ExpectedLoss:
 
     @property
     def basis(self) -> str:
-        """Return what it rests on, for people."""
         return f"measured on {self.answers} answers" if self.answers else "published"
 
 

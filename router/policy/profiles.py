@@ -131,7 +131,6 @@ class QualityProfile(_Profile):
     adapter: str | None = None
 
     def of(self, tier: TierName) -> tuple[AnswerCount, ...]:
-        """Return what was counted of one tier."""
         return tuple(count for count in self.counts if count.tier is tier)
 
     def check(self, checkpoints: Mapping[TierName, str | None], path: Path) -> Self:
@@ -246,7 +245,6 @@ class Fit(Frozen):
 
     @property
     def model(self) -> SpeedModel:
-        """Return it as the fleet uses it."""
         return SpeedModel(
             ttft_base_ms=self.ttft_base_ms,
             prefill_ms_per_token=self.prefill_ms_per_token,

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 def render_verdict(verdict: TierReport) -> dict[str, Any]:
-    """Return the report on one tier."""
     loss = render_loss(verdict.expected_loss) if verdict.expected_loss is not None else {}
     return {
         "tier": verdict.tier,
@@ -37,7 +36,6 @@ def render_loss(loss: ExpectedLoss) -> dict[str, Any]:
 
 
 def render_decision(decision: Decision) -> dict[str, Any]:
-    """Return a decision as ``POST /route`` answers it."""
     query = decision.query
     return {
         "tier": decision.tier,
@@ -57,7 +55,6 @@ def render_decision(decision: Decision) -> dict[str, Any]:
 
 
 def render_features(features: PromptFeatures) -> dict[str, Any]:
-    """Return the classifier's findings."""
     return {
         "class": features.prompt_class.value,
         "confidence": round(features.confidence, 3),

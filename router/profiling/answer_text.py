@@ -127,7 +127,6 @@ def _refuse(constant: str) -> None:
 
 
 def words(text: str) -> int:
-    """Count words."""
     return sum(1 for word in text.split() if any(map(str.isalnum, word)))
 
 
@@ -137,7 +136,6 @@ def sentences(text: str) -> int:
 
 
 def bullets(text: str) -> int:
-    """Count list items, numbered or not."""
     return len(_MARK.findall(text))
 
 
@@ -165,11 +163,7 @@ def same_answer(one: str, other: str, *, numbers: bool) -> bool | None:
 
 
 def _code(text: str) -> str:
-    """Return the fenced Python of a text without comments and layout.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return the fenced Python of a text without comments and layout."""
     block = FENCE.search(text)
     if block is None:
         raise ValueError("no code")

@@ -115,7 +115,6 @@ class AutoProfile:
 
     @property
     def progress(self) -> Progress:
-        """Return the present progress."""
         now = self._now
         if now.what is None:
             return now
@@ -145,7 +144,6 @@ class AutoProfile:
         }
 
     async def run(self) -> None:
-        """Measure what is missing, until cancelled."""
         if not self._on:
             return
         pause_s = FIRST_PAUSE_S
@@ -165,11 +163,7 @@ class AutoProfile:
         await self._client.aclose()
 
     async def _look(self) -> None:
-        """Measure what is missing now.
-
-        Raises:
-            ProfileError: It cannot be measured or written, or another measurement runs.
-        """
+        """Measure what is missing now."""
         if any(replica.source is not None for replica in self._fleet.replicas):  # added while the router runs
             self._client.give_way()
             self._idle(State.WAITING, ELSEWHERE)

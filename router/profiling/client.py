@@ -141,7 +141,6 @@ class RouterClient:
         self._quiet_until = 0.0
 
     async def fleet(self) -> FleetState:
-        """See ``Client``."""
         try:
             response = await self._client.get("/tiers")
         except httpx.HTTPError as error:
@@ -179,7 +178,6 @@ class RouterClient:
         waiting: Callable[[], None],
         adapter: str | None = None,
     ) -> Any:
-        """See ``Client``."""
         deadline = time.monotonic() + MAX_WAIT_S
         while True:
             await self._until_quiet(waiting, deadline)
@@ -195,7 +193,6 @@ class RouterClient:
             await _later(tier, response, deadline)
 
     async def time(self, tier: TierName, prompt: list[int], tokens: int, begun: Callable[[], None]) -> Timed:
-        """See ``Client``."""
         body = {**_request(tier), **timed_body(prompt, tokens)}
         deadline = time.monotonic() + MAX_WAIT_S
         self._timed += 1
@@ -213,7 +210,6 @@ class RouterClient:
             await _later(tier, response, deadline)
 
     async def undisturbed(self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]) -> bool:
-        """See ``Client``."""
         self._quiet_until = 0.0
         await self._until_quiet(waiting, time.monotonic() + MAX_WAIT_S)
         before, timed = (await self.fleet()).served, self._timed
@@ -290,18 +286,13 @@ async def read_timed(
 
 
 async def _later(tier: TierName, response: httpx.Response, deadline: float) -> None:
-    """Wait for a refusal's ``Retry-After``, 10 s at most.
-
-    Raises:
-        ProfileError: The refusal is not temporary, or the deadline has passed.
-    """
+    """Wait for a refusal's ``Retry-After``, 10 s at most."""
     if response.status_code not in TRY_LATER or time.monotonic() > deadline:
         raise refused(tier, response)
     await asyncio.sleep(min(float(response.headers.get("retry-after", BUSY_WAIT_S)), 10))
 
 
 def refused(tier: TierName, response: httpx.Response) -> ProfileError:
-    """Return the error for a tier's refusal."""
     return ProfileError(f"{tier} answered HTTP {response.status_code}: {response.text[:300]}")
 
 

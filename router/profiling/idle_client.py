@@ -69,7 +69,6 @@ class IdleClient:
         return bool(self._leases)
 
     async def aclose(self) -> None:
-        """Close the connections to the engines."""
         await self._client.aclose()
 
     def give_way(self) -> None:
@@ -84,7 +83,6 @@ class IdleClient:
             task.cancel()
 
     async def fleet(self) -> FleetState:
-        """See ``Client``."""
         fleet = self._fleet
         ready = {spec.name: spec for spec in fleet.specs if fleet.is_ready(spec.name)}
         return FleetState(
@@ -127,7 +125,6 @@ class IdleClient:
             await asyncio.sleep(BUSY_WAIT_S)
 
     async def time(self, tier: TierName, prompt: list[int], tokens: int, begun: Callable[[], None]) -> Timed:
-        """See ``Client``."""
         lease = self._lease(tier)
         if lease is None:
             raise ProfileError(f"{tier} has no free slot")
@@ -162,11 +159,7 @@ class IdleClient:
         return not self._others()
 
     async def _answer(self, path: str, tier: TierName, body: Mapping[str, Any], adapter: str | None) -> Any:
-        """Return a whole answer; None if there is no free slot now.
-
-        Raises:
-            ProfileError: The tier refuses.
-        """
+        """Return a whole answer; None if there is no free slot now."""
         lease = self._lease(tier)
         if lease is None:
             return None
@@ -208,11 +201,7 @@ class IdleClient:
         self._leases.discard(lease)
 
     async def _unless_disturbed(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run work that ``give_way`` may cancel.
-
-        Raises:
-            _GaveWay: It was cancelled.
-        """
+        """Run work that ``give_way`` may cancel."""
         task = asyncio.create_task(work)
         self._work.add(task)
         try:

@@ -231,11 +231,7 @@ class _Run:
             await bench.request(PROMPT_TOKENS, tokens, batch, neighbours=share)
 
     def _single_step(self, tier: TierName) -> float:
-        """Return the time of a decode step of one sequence, in milliseconds.
-
-        Raises:
-            ProfileError: Every answer came all at once.
-        """
+        """Return the time of a decode step of one sequence, in milliseconds."""
         alone = [s.tpot_ms for s in self._own(tier) if s.tpot_ms is not None and s.batch == 1]
         if not alone:
             raise ProfileError(f"{tier} sent every answer all at once: the machine is too busy to measure its pace")
@@ -264,11 +260,7 @@ class _Run:
         return min(max(int(self._plan.step_s * 1000 / step_ms), 6), 64)
 
     async def _undisturbed(self, what: str, tier: TierName, step: Step, *, keep: bool = True) -> Timed:
-        """Run one step of a tier while nobody else is served; return its last answer.
-
-        Raises:
-            ProfileError: Others' requests disturbed every attempt.
-        """
+        """Run one step of a tier while nobody else is served; return its last answer."""
 
         async def fresh() -> _Bench:
             bench = _Bench(self._client, tier, self._source)
@@ -282,11 +274,7 @@ class _Run:
         return bench.last
 
     async def _alone_there(self, what: str, step: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run a step while nobody else is served, again if it was disturbed; return its result.
-
-        Raises:
-            ProfileError: Others' requests disturbed every attempt.
-        """
+        """Run a step while nobody else is served, again if it was disturbed; return its result."""
         results: list[T] = []
         took_s = 0.0
 

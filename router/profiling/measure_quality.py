@@ -85,11 +85,7 @@ async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int]
 
 
 def _having(fleet: FleetState, adapter: str) -> FleetState:
-    """Return the fleet without the tiers that do not offer an adapter.
-
-    Raises:
-        ProfileError: The reference does not, or it alone does.
-    """
+    """Return the fleet without the tiers that do not offer an adapter."""
     having = {tier: identity for tier, identity in fleet.identities.items() if adapter in fleet.adapters.get(tier, ())}
     if REFERENCE not in having:
         raise ProfileError(
@@ -125,7 +121,6 @@ class _Run:
         self._done = self._kept = len(self._tasks) - sum(map(len, self._left.values()))
 
     def profile(self, *, whole: bool) -> QualityProfile:
-        """Return what is known now."""
         plan, fleet = self._plan, self._fleet
         return QualityProfile(
             created=datetime.now(UTC),
@@ -138,7 +133,6 @@ class _Run:
         )
 
     async def all(self) -> None:
-        """Ask what the journal lacks."""
         total = self._done + sum(map(len, self._left.values()))
         self._progress("begun" if self._done < total else "nothing left to ask", self._done, total)
         try:

@@ -25,7 +25,6 @@ class PromptSamples:
         self._writer = LineWriter(path, "the file of sampled prompts")
 
     def offer(self, text: str, features: PromptFeatures) -> None:
-        """Write a prompt, by chance."""
         if self._left <= 0 or random.random() >= self._share:  # noqa: S311  no secret
             return
         self._left -= 1

@@ -76,7 +76,6 @@ def hide(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def main() -> None:
-    """Lock in, run, and answer."""
     with open(0, "rb", buffering=0, closefd=False) as stdin:  # unbuffered: the token stays where it is
         code, test = json.loads(stdin.readline())
     token, answer, null = 256 + os.urandom(1)[0], os.dup(1), os.open(os.devnull, os.O_RDWR)

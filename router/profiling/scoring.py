@@ -40,7 +40,6 @@ def answer_body(messages: Sequence[Any], tokens: int, *, scored: bool) -> dict[s
 
 
 def text_of(answer: Mapping[str, Any]) -> str:
-    """Return the text of a chat completion."""
     return answer["choices"][0]["message"].get("content") or ""
 
 

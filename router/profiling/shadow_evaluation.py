@@ -75,7 +75,6 @@ class CheckRequest:
 
     @property
     def parameters(self) -> Mapping[str, float]:
-        """Return no parameters for traces."""
         return {}
 
     @property
@@ -84,7 +83,6 @@ class CheckRequest:
         return
 
     def body(self, replica: Replica) -> bytes:
-        """Return the request's body for one replica."""
         priority = {"priority": self.priority} if replica.takes_priority else {}
         return to_json({**self.content, "model": replica.model, **priority})
 
@@ -103,7 +101,6 @@ class Drift:
     compared: int = 0
 
     def add(self, scores: Scores, *, same: bool | None) -> None:
-        """Add an answer."""
         self.answers.append((same, scores))
         self.checked += 1
         self.compared += same is not None
@@ -116,11 +113,9 @@ class Drift:
 
     @property
     def regret(self) -> float:
-        """Return the mean regret, in nats a token."""
         return sum(one.regret for _, one in self.answers) / max(sum(one.tokens for _, one in self.answers), 1)
 
     def render(self) -> dict[str, Any]:
-        """Return it as JSON values."""
         figures = {"differing": self.differing, "regret": round(self.regret, 5)}
         return {"checked": self.checked, "compared": self.compared, **figures}
 

@@ -42,12 +42,10 @@ class Task(Frozen):
 
     @property
     def kind(self) -> Kind:
-        """Return class and complexity."""
         return self.prompt_class, self.complexity
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """Return the chat that asks it."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": self.prompt}]
 

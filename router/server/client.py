@@ -54,7 +54,6 @@ class HttpClient:
         self._task = task
 
     def leave(self) -> None:
-        """Note that the client has left."""
         self.cycle.disconnected = True
         self.cycle.message_event.set()
         if self._task is not None:

@@ -164,11 +164,7 @@ class Gate:
 
 
 def _sent_key(context: RequestContext) -> str:
-    """Return the key that a request carries: as most clients send it, as Anthropic's do (x-api-key) or Azure's (api-key).
-
-    Raises:
-        Unauthorized: It carries none, or several.
-    """
+    """Return the key that a request carries: as most clients send it, as Anthropic's do (x-api-key) or Azure's (api-key)."""
     scheme, _, bearer = (context.header(b"authorization") or "").partition(" ")
     sent = (bearer if scheme.lower() == "bearer" else "", context.header(b"x-api-key"), context.header(b"api-key"))
     keys = {key.strip() for key in sent if key and key.strip()}

@@ -193,7 +193,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False  # CONNECT: nothing after it could be read
 
     def on_message_complete(self) -> None:
-        """Note the end of a request."""
         if self._upgrades():
             return
         super().on_message_complete()
@@ -208,24 +207,20 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what the parser, or a bound, refused."""
         del msg
         fault, self._fault = self._fault, None
         self._refuse(fault or NotHttp("the request is not valid HTTP/1.1"))
 
     def pause_writing(self) -> None:
-        """Pause the answer, for a limited time."""
         super().pause_writing()
         self._stall()
 
     def resume_writing(self) -> None:
-        """Continue the answer."""
         super().resume_writing()
         if not self.transport.is_closing():
             self._unstall()
 
     def timeout_keep_alive_handler(self) -> None:
-        """End an idle connection."""
         if not self.transport.is_closing():
             self._close()
 

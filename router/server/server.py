@@ -73,7 +73,6 @@ class Server(uvicorn.Server):
             }
 
     def make_protocol(self) -> asyncio.Protocol:
-        """Return the protocol of a new connection."""
         config = self.config
         protocol: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg]
             config=config, server_state=self.server_state, app_state=self.lifespan.state
@@ -81,7 +80,6 @@ class Server(uvicorn.Server):
         return protocol
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn's, which knows no timeouts of TLS."""
         if not self.tls_options or sockets is None:
             await super().startup(sockets)
             return
@@ -145,11 +143,7 @@ class Server(uvicorn.Server):
         self._leaving = asyncio.create_task(self._leave(idle_too=False), name="leave")
 
     async def _leave(self, *, idle_too: bool) -> None:
-        """Wait until every answer is complete, or until the deadline; then end the server.
-
-        Args:
-            idle_too: Wait for idle connections as well: their next request may be on its way.
-        """
+        """Wait until every answer is complete, or until the deadline; then end the server."""
         now = time.monotonic()
         deadline, idle_until = now + self._drain_s, now + IDLE_S
         await asyncio.sleep(HANDSHAKE_S if idle_too and self.tls_options else POLL_S)

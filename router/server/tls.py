@@ -126,11 +126,9 @@ class Tls:
         return self._pair.expires
 
     def take(self, settings: TlsSettings, pair: Pair) -> None:
-        """Show another pair to new connections."""
         self._settings, self._pair, self._seen = settings, pair, pair.state
 
     def look(self) -> None:
-        """Load the files again if they have changed."""
         state = _state(self._settings)
         if state == self._seen:
             return
@@ -143,7 +141,6 @@ class Tls:
             log.info("certificate loaded again from %s", self._settings.certificate)
 
     async def watch(self) -> None:
-        """Look again and again, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.look()

@@ -42,7 +42,6 @@ class Hop:
 
     @property
     def name(self) -> str:
-        """Return the name of its span."""
         return f"{self.operation} {self.model}"
 
 

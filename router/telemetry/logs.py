@@ -73,7 +73,6 @@ def begin_request(request_id: str, trace_id: str) -> None:
 
 
 def log_request(record: RequestRecord) -> None:
-    """Log an inference request that has ended."""
     if (ids := _REQUEST.get()) is not None and ids.request_id == record.request_id:
         ids.recorded = True
     outcome = record.outcome
@@ -133,7 +132,6 @@ def request_line(record: Mapping[str, Any]) -> str:
 
 
 def shown_ms(milliseconds: float | None) -> str:
-    """Return a duration in three or four digits."""
     if milliseconds is None:
         return "-"
     if milliseconds >= _SECONDS:
@@ -190,7 +188,6 @@ class Logging:
         return path if file.requests and not stderr.requests else None
 
     def set_level(self, telemetry: TelemetrySettings) -> None:
-        """Take the level of new settings."""
         level = _level(telemetry)
         logging.getLogger("qarr").setLevel(min(level, logging.INFO))
         self._stderr.setLevel(level)
@@ -260,7 +257,6 @@ class _File(PrivateFile):
     requests = True
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Leave out lines that are not for it."""
         return self.requests or not _is_request(record)
 
 

@@ -99,7 +99,6 @@ class RequestRecord(NamedTuple):
 
     @property
     def kept_for(self) -> KeptFor:
-        """Return why it is kept."""
         if self.outcome is Outcome.ERROR or self.outcome is Outcome.REFUSED:
             return KeptFor.ERROR
         return KeptFor.SLA_MISS if self.sla_met is False else KeptFor.RECENT

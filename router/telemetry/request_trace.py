@@ -25,7 +25,6 @@ INSIDE = {"server.address", "server.port"}  # where engines are: for operators
 
 
 def features_attributes(features: PromptFeatures) -> dict[str, Any]:
-    """Return the classifier's features."""
     found = {
         "qarr.class": features.prompt_class.value,
         "qarr.confidence": features.confidence,
@@ -39,7 +38,6 @@ def features_attributes(features: PromptFeatures) -> dict[str, Any]:
 
 
 def decision_attributes(decision: Decision) -> dict[str, Any]:
-    """Return a decision."""
     query, chosen = decision.query, decision.chosen
     loss = chosen.expected_loss if chosen is not None else None
     decided = decision.tier is not None and decision.precision is not None
@@ -68,7 +66,6 @@ def decision_attributes(decision: Decision) -> dict[str, Any]:
 
 
 def verdict_attributes(verdict: TierReport) -> dict[str, Any]:
-    """Return the report on one tier."""
     loss = verdict.expected_loss
     found = {
         "verdict": verdict.verdict,
@@ -84,7 +81,6 @@ def verdict_attributes(verdict: TierReport) -> dict[str, Any]:
 
 
 def outcome_attributes(record: RequestRecord) -> dict[str, Any]:
-    """Return how a request ended."""
     return _known(
         {
             "qarr.outcome": record.outcome.value,
@@ -107,7 +103,6 @@ def outcome_attributes(record: RequestRecord) -> dict[str, Any]:
 
 
 def served_attributes(tier: str, replica_id: str, attempts_failed: int) -> dict[str, Any]:
-    """Return who served a request."""
     return {"qarr.served.tier": tier, "qarr.served.replica": replica_id, "qarr.attempts.failed": attempts_failed}
 
 

@@ -109,7 +109,6 @@ class AttemptSpan:
         self.span, self._hop = span, hop
 
     def first_token(self) -> None:
-        """Note the first token."""
         self._hop.first_token_at = time.monotonic()
         self.span.add_event("qarr.first_token")
 
@@ -271,7 +270,6 @@ class Telemetry:
         return self._start(hop, request)
 
     def start_overflow(self, name: str, url: str, model: str, request: TracedRequest) -> AttemptSpan:
-        """Start a request to the overflow, as ``start_attempt``."""
         return self._start(Hop(request.operation, model, url, time.monotonic(), overflow=name), request)
 
     def _start(self, hop: Hop, request: TracedRequest) -> AttemptSpan:
@@ -302,7 +300,6 @@ class Telemetry:
         return [(name.encode("ascii"), value.encode("latin-1")) for name, value in carrier.items()]
 
     def shutdown(self) -> None:
-        """Export what is left."""
         if self._provider is not None:
             self._provider.shutdown()
 
@@ -326,7 +323,6 @@ def make_telemetry(version: str, settings: TelemetrySettings) -> Telemetry:
 
 
 def _middleware(app: Any, provider: TracerProvider) -> ASGIApp:
-    """Return OpenTelemetry's middleware around an application."""
     return OpenTelemetryMiddleware(
         app, tracer_provider=provider, meter_provider=NoOpMeterProvider(), exclude_spans=["receive", "send"]
     )

@@ -71,7 +71,6 @@ class RetryBudget:
         self._left = float(self.reserve)
 
     def earn(self) -> None:
-        """Note a request."""
         self._left = min(self._left + self.share, float(self.reserve))
 
     def take(self) -> bool:
@@ -228,7 +227,6 @@ class Upstream:
         return places is None or not places.locked()
 
     async def aclose(self) -> None:
-        """Close the pooled connections."""
         await self._transport.aclose()
         await self._passing_transport.aclose()
 
@@ -366,7 +364,6 @@ def status_error(response: httpx.Response, body: bytes | None) -> UpstreamError:
 
 
 def _said(body: bytes) -> dict[str, Any] | None:
-    """Return the error that an engine describes; None: nothing of the kind."""
     try:
         found = read_json(body)
     except ValueError:

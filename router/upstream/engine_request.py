@@ -140,7 +140,6 @@ class ChatRequest:
 
     @property
     def chat(self) -> Sequence[Mapping[str, str]]:
-        """Return its messages."""
         return self.messages
 
     @property
@@ -154,7 +153,6 @@ class ChatRequest:
         return _numbers_of({"max_tokens": self.max_tokens, **self.sampling})
 
     def body(self, replica: Replica) -> bytes:
-        """Return the request's body for one replica."""
         return to_json(
             {
                 "model": replica.serving(self.adapter),
@@ -281,7 +279,6 @@ class ContinuedRequest:
 
     @property
     def adapter(self) -> str | None:
-        """Return the LoRA adapter that began the answer."""
         return self.origin.adapter
 
     @property
@@ -291,16 +288,13 @@ class ContinuedRequest:
 
     @property
     def request_id(self) -> str:
-        """Return an id that no other request has."""
         return f"{self.origin.request_id}-c{self.number}"
 
     @property
     def parameters(self) -> Mapping[str, float]:
-        """Return its attributes in traces."""
         return {**self.origin.parameters, "qarr.continued_tokens": self.done}
 
     def body(self, replica: Replica) -> bytes:
-        """Return the request's body for one replica."""
         sampling = dict(self.asked.sampling)
         if "min_tokens" in sampling:
             sampling["min_tokens"] = max(self.asked.min_tokens - self.done, 0)

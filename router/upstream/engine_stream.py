@@ -132,12 +132,10 @@ class EngineAnswer(ABC):
 
     @property
     def complete(self) -> bool:
-        """Tell whether the whole answer has come."""
         return self._complete
 
     @property
     def media_type(self) -> str | None:
-        """Return what the engine says the answer is."""
         raw = self._attempt.response.headers.raw
         return next((value.decode("latin-1") for name, value in raw if name.lower() == b"content-type"), None)
 
@@ -378,7 +376,6 @@ class BufferedAnswer(EngineAnswer):
         self.content, self._read_whole = b"", answers.read_whole
 
     async def begin(self) -> None:
-        """Read the whole answer."""
         try:
             self.content = await body_of(self._attempt.response, MAX_ANSWER_BYTES)
         except httpx.ReadTimeout:

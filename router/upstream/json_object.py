@@ -108,11 +108,9 @@ class JsonObject:
 
     @cached_property
     def members(self) -> tuple[Member, ...]:
-        """Return the members in order, with their texts."""
         return _members_of(self.raw)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a member's value."""
         return self.values.get(key, default)
 
     def text_of(self, key: str) -> str:

@@ -319,7 +319,6 @@ class OverflowClient:
         return httpx.Request("POST", url, headers=headers, stream=httpx.ByteStream(content), extensions=limits)
 
     async def aclose(self) -> None:
-        """Close the connections."""
         await self._transport.aclose()
 
 

@@ -60,7 +60,6 @@ class Progress:
 
     @property
     def text(self) -> str:
-        """Return what came."""
         return "".join(self._parts)
 
     @property
@@ -94,7 +93,6 @@ class Progress:
             self.note(chunk)
 
     def note(self, chunk: Chunk) -> None:
-        """Note one more chunk that an engine sent."""
         if self._kept:
             self._after.append(chunk)
             return
@@ -161,7 +159,6 @@ class Resumption:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Return the strings that end the answer."""
         given = self.sampling.get("stop") or ()
         return (given,) if isinstance(given, str) else tuple(s for s in given if isinstance(s, str) and s)
 

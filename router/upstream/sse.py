@@ -352,7 +352,6 @@ class EventSource:
             del fault  # its trace leads here
 
     async def aclose(self) -> None:
-        """Read no more."""
         await self._parts.aclose()
 
 

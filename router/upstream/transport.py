@@ -214,7 +214,6 @@ class Connection(asyncio.Protocol):
         self._failed(httpx.RemoteProtocolError(f"the head of the engine's answer is over {MAX_HEAD_BYTES} bytes"))
 
     def resume_reading(self) -> None:
-        """Read the socket again."""
         if self.paused:
             self.paused = False
             if self._transport is not None and not self._transport.is_closing():
@@ -223,11 +222,9 @@ class Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come."""
         if self._parser is None:  # nothing was asked: whatever this is, the next answer would not be the next request's
             self.close()
             return
@@ -265,7 +262,6 @@ class Connection(asyncio.Protocol):
             self.state = ConnectionState.CLOSED
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Note that no more comes."""
         self.state, self.reusable = ConnectionState.CLOSED, False
         if self._parser is not None and not self.complete:
             if exc is None and self.status and self._body_ends_at_close:
@@ -291,7 +287,6 @@ class Connection(asyncio.Protocol):
             self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """Look at the head."""
         assert self._parser is not None
         status = self._parser.get_status_code()
         if self.status or self.fault is not None:
@@ -312,7 +307,6 @@ class Connection(asyncio.Protocol):
             self.complete = True
 
     def on_body(self, body: bytes) -> None:
-        """Take a part of the body."""
         if not self.complete:
             self.parts.append(body)
             self.buffered += len(body)
@@ -470,7 +464,6 @@ class EngineTransport(httpx.AsyncBaseTransport):
         await connection.head()
 
     async def aclose(self) -> None:
-        """Close every connection."""
         self._closed = True
         for connection in (*self._active, *(each for idle in self._idle.values() for each in idle)):
             connection.close()

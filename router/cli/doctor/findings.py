@@ -50,13 +50,11 @@ class CheckContext:
     """What is checked.
 
     Attributes:
-        deep: Also read every weight file.
         url: URL of a running router; empty: that of the settings.
         key: Key for that router.
     """
 
     settings: Settings
-    deep: bool
     url: str
     key: str
 
@@ -65,7 +63,6 @@ Check = tuple[str, str, "Callable[[CheckContext], Iterable[Finding]]"]
 
 
 def ok(found: str, check: str = "") -> Finding:
-    """Return a finding that needs no action."""
     return Finding("", check, Health.OK, found)
 
 
@@ -80,7 +77,6 @@ def problem(found: str, then: str, check: str = "") -> Finding:
 
 
 def local_tiers(context: CheckContext) -> list[TierName]:
-    """Return the tiers whose engines are started here."""
     tiers = context.settings.tiers
     return [name for name in tiers.names if tiers.of(name).replicas_here]
 
@@ -103,7 +99,6 @@ def local_specs(context: CheckContext) -> tuple[TierSpec, ...]:
 
 
 def prepared(context: CheckContext) -> dict[TierName, Checkpoint]:
-    """Return the finished checkpoints of the configured model."""
     try:
         return {checkpoint.tier: checkpoint for checkpoint in finished(prepare_options(context.settings))}
     except CheckpointError:  # the calibration file cannot be read: without it no checkpoint can be told by its recipe

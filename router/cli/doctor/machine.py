@@ -12,7 +12,7 @@ import psutil
 from router.cli.doctor.findings import Check, Finding, local_engines, local_specs, local_tiers, ok, problem, warning
 from tiers.errors import PlanError, PortInUse
 from tiers.lifecycle.process import check_port_free
-from tiers.plan import GIB, make_plan, read_machine
+from tiers.plan import GIB, cpu_flags, make_plan, read_machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,8 +27,11 @@ NVIDIA_TIMEOUT_S = 30
 
 
 def gpu(context: CheckContext) -> Iterator[Finding]:
-    """Check driver and compute capability."""
     if shutil.which("nvidia-smi") is None:
+        if local_tiers(context) and "avx2" not in cpu_flags():
+            yield problem(
+                "vLLM's CPU build needs AVX2, which this CPU lacks", "run engines elsewhere: tiers.<name>.urls"
+            )
         where = "engines run on the CPU" if local_tiers(context) else "no engine runs here"
         yield ok(f"none (no nvidia-smi): {where}")
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import socket
@@ -16,18 +15,14 @@ import psutil
 
 from router.cli.client import KEY_NEEDED, authorization, own_url, trusted
 from router.cli.doctor.findings import Check, Finding, local_engines, ok, problem, warning
-from tiers.checkpoints.precision import root_precision, told_precision
-from tiers.errors import PortInUse, ProbeError
+from tiers.errors import PortInUse
 from tiers.lifecycle.process import check_port_free
-from tiers.lifecycle.warmup import tokens_digest
 from tiers.preparing import Preparing
-from tiers.probe import EngineProbe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from router.cli.doctor.findings import CheckContext
-    from tiers.spec import TierName
 
 GROUP, RUNNING = "network", "running"
 TIMEOUT_S = 3.0
@@ -189,55 +184,6 @@ def _first_line(detail: str | None) -> str:
     return f": {text}" if text else ""
 
 
-def engines(context: CheckContext) -> Iterator[Finding]:
-    """Check engines by URL: that they answer, and split text into the same tokens."""
-    tiers = context.settings.tiers
-    urls = [(name, url.rstrip("/")) for name in tiers.names for url in tiers.of(name).urls]
-    if urls:
-        yield from asyncio.run(_examined(context, urls))
-
-
-async def _examined(context: CheckContext, urls: list[tuple[TierName, str]]) -> list[Finding]:
-    async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False) as client:
-        probes = [(name, EngineProbe(client, url, context.settings.engine.api_key)) for name, url in urls]
-        both = await asyncio.gather(*(_engine(context, name, probe) for name, probe in probes))
-    digests = {digest for _, digest in both if digest}
-    found = [finding for finding, _ in both]
-    if len(digests) > 1:
-        then = "all tiers must be made from one base model: 'qarr model prepare'"
-        found.append(problem("the engines split one text into different tokens", then, "tokenizers"))
-    elif digests and len(both) > 1:
-        found.append(ok("the engines split text into the same tokens", "tokenizers"))
-    return found
-
-
-async def _engine(context: CheckContext, name: TierName, probe: EngineProbe) -> tuple[Finding, str]:
-    """Return the finding for one engine, and a digest of its tokens for a text; empty if it gives none."""
-    check, where, then = f"engine {name}", _address(probe.url), f"start it, or correct tiers.{name}.urls"
-    try:
-        health = await probe.client.get(f"{probe.url}/health")
-        if health.status_code != httpx.codes.OK:
-            return problem(f"{where} is not healthy: HTTP {health.status_code}", then, check), ""
-        model = await probe.model()
-        digest = await tokens_digest(probe, model.name)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return problem(f"{where} does not answer ({type(error).__name__})", then, check), ""
-    except ProbeError as error:
-        found = f"{where} does not answer as vLLM does ({type(error).__name__})"
-        return problem(found, "is it vLLM, and engine.api_key its key?", check), ""
-    setting = f"tiers.{name}.max_model_len"
-    tier = context.settings.tiers.of(name)
-    precision, length = (
-        told_precision(root_precision(probe.url, model.root), tier.precision or None),
-        model.max_model_len,
-    )
-    text = f"{where} serves {model.name}, precision {precision}, context {length}"
-    finding = ok(text, check)
-    if length < tier.max_model_len:
-        finding = problem(f"{text}, less than {setting} = {tier.max_model_len}", f"set {setting} to {length}", check)
-    return finding, digest
-
-
 def _get(context: CheckContext, path: str) -> httpx.Response | None:
     url, headers = (context.url or own_url(context.settings)) + path, authorization(context.key)
     verify = trusted(context.settings, context.url)
@@ -257,18 +203,8 @@ def _running_ports(context: CheckContext) -> set[int]:
     return set()
 
 
-def _address(url: str) -> str:
-    """Return a URL's host and port, without its user, password and path."""
-    with contextlib.suppress(ValueError):
-        parts = urlsplit(url)
-        if parts.hostname:
-            return f"{parts.hostname}{f':{parts.port}' if parts.port else ''}"
-    return "the address (it names no host)"
-
-
 CHECKS: tuple[Check, ...] = (
     (GROUP, "router port", router_port),
     (GROUP, "engine ports", engine_ports),
     (RUNNING, "router", running_router),
-    (RUNNING, "engines", engines),
 )

@@ -12,7 +12,6 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from classifier import PromptClass
 from router.monitoring.metrics import RequestMetrics
-from router.monitoring.tally import Tally
 from router.pipeline.registry import OVER_BUDGET, OVER_QUOTA
 from router.policy.decision import Refusal
 from router.telemetry.record import Outcome
@@ -56,9 +55,8 @@ class Counted:
     """The metrics of some records."""
 
     def __init__(self, *records: RequestRecord) -> None:
-        self._registry, self.tally = CollectorRegistry(), Tally()
-        self._registry.register(self.tally)
-        self._metrics = RequestMetrics(self.tally)
+        self._registry = CollectorRegistry()
+        self._metrics = RequestMetrics(self._registry)
         for each in records:
             self._metrics.observe(each)
 
@@ -83,10 +81,7 @@ class Counted:
 
 @pytest.mark.parametrize(("name", "accept"), [("metrics.txt", ""), ("metrics.openmetrics", OPENMETRICS)])
 def test_the_page_is_as_it_was(name: str, accept: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names, labels, types, help, buckets, values and exemplars, byte by byte: dashboards and alerts read them.
-
-    prometheus_client's own counters and histograms wrote the files from the same records.
-    """
+    """Names, labels, types, help, buckets, values and exemplars, byte by byte: dashboards and alerts read them."""
     monkeypatch.setattr("time.time", lambda: 1_700_000_000.25)
     counted = Counted(*RECORDS)
     counted.answered(*ANSWERS)
