@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def anyio_backend() -> tuple[str, dict[str, bool]]:
-    """Run asynchronous tests on uvloop, as the router does."""
     return "asyncio", {"use_uvloop": True}
 
 
@@ -59,7 +58,6 @@ class RedisServer:
         self.start()
 
     def start(self) -> None:
-        """Start it, empty, and wait until it answers."""
         self.process = subprocess.Popen(self._argv, stdout=subprocess.DEVNULL)
         while not self._answers():
             assert self.process.poll() is None
@@ -84,7 +82,6 @@ class RedisServer:
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[RedisServer]:
-    """Start a Redis for all tests of this session."""
     redis = RedisServer()
     yield redis
     redis.stop()
@@ -92,7 +89,6 @@ def redis_server() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def own_redis() -> Iterator[RedisServer]:
-    """Start a Redis for one test, which may end it."""
     redis = RedisServer()
     yield redis
     redis.stop()

@@ -13,12 +13,10 @@ _held: deque[socket.socket] = deque()
 
 
 def reserved_ports(count: int = 1) -> list[int]:
-    """Return ports that only those get who ask for them by number."""
     return [_hold(0) for _ in range(count)]
 
 
 def reserved_range(count: int) -> int:
-    """Return the first of so many consecutive reserved ports."""
     for first in range(20101, 30000, 10):
         try:
             for port in range(first, first + count):

@@ -30,7 +30,6 @@ class Opened(Protocol):
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
-    """Run on asyncio, on one loop."""
     return "asyncio"
 
 

@@ -586,7 +586,6 @@ async def test_it_fits_every_width(tmp_path: Path, opened: Opened, width: int) -
 
 
 async def test_motion_is_left_out_where_it_is_not_wanted(tmp_path: Path, opened: Opened) -> None:
-    """With reduced motion nothing is animated."""
     slow = Behaviour(answer=ANSWER, delay_s=0.01)
     async with router_stack(tmp_path, fast=slow) as stack, opened(stack.url, reduced_motion="reduce") as page:
         await live(page)

@@ -132,7 +132,6 @@ class Form(NamedTuple):
 
 
 async def forms(folder: Path) -> dict[str, Form]:
-    """Return the form of each answer, by the request's name."""
     found: dict[str, Form] = {}
     async with router_stack(folder / "whole") as stack:
         for name, asked in {**GENERATED, **READ, **REFUSED}.items():

@@ -112,7 +112,6 @@ def undescribed(form: Any, schema: dict[str, Any], path: str) -> Iterator[str]:
 
 
 def alternatives(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the schemas that a value may follow, without those of null."""
     schema = resolved(schema)
     several = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
     if not several and schema.get("type") != "null":

@@ -13,7 +13,6 @@ GOLDEN = Path(__file__).with_name("golden.json")
 
 
 def text(folder: Path) -> str:
-    """Return the forms of all answers as they are kept."""
     found = {name: form.form for name, form in asyncio.run(forms(folder)).items()}
     return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
 

@@ -29,7 +29,6 @@ def tool(command: str, asked: object) -> Any:
 
 
 def overlaid(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Return values with others on top, as Helm puts them."""
     both = {key: overlaid(base[key], over[key]) for key in base.keys() & over.keys() if isinstance(base[key], dict)}
     return {**base, **over, **both}
 
@@ -50,12 +49,10 @@ class Release:
     notes: str
 
     def of_kind(self, kind: str) -> dict[str, dict[str, Any]]:
-        """Return the manifests of a kind by their names."""
         return {m["metadata"]["name"]: m for m in self.manifests if m["kind"] == kind}
 
     @property
     def pods(self) -> dict[str, dict[str, Any]]:
-        """Return the pods' specifications by the names of their owners."""
         owners = {**self.of_kind("Deployment"), **self.of_kind("StatefulSet")}
         return {name: owner["spec"]["template"]["spec"] for name, owner in owners.items()}
 
@@ -76,13 +73,11 @@ def release(sample: str, over: dict[str, Any] | None = None) -> Release:
 
 
 def argument(container: dict[str, Any], name: str) -> str:
-    """Return the value of one of an engine's arguments."""
     (value,) = (a.partition("=")[2] for a in container["args"] if a.startswith(name + "="))
     return str(value)
 
 
 def image_environment(containerfile: str) -> dict[str, str]:
-    """Return the variables that an image sets, but for the search path."""
     text = (DEPLOY / containerfile).read_text("utf-8").replace("\\\n", " ")
     lines = re.findall(r"^ENV (.*)$", text.rpartition("FROM ")[2], re.MULTILINE)
     pairs = (pair.partition("=") for line in lines for pair in line.split())
@@ -104,7 +99,6 @@ class Mapped:
     secrets: dict[str, str]
 
     def text(self, text: str) -> str:
-        """Return a text with paths and other texts of the container replaced."""
         for old, new in self.changes:
             text = text.replace(old, new)
         return re.sub(r"(?<![\w./-])/(etc|var|models|tmp)(?=/|$|\b)", rf"{self.folder}/\1", text)
@@ -122,7 +116,6 @@ class Mapped:
         return {"PATH": os.environ["PATH"], **{name: self.text(value) for name, value in named.items()}}
 
     def mount(self, pod: dict[str, Any], settings: str = "") -> None:
-        """Make the folders that a pod mounts; write the settings."""
         for container in (*pod.get("initContainers", ()), *pod["containers"]):
             for mount in container["volumeMounts"]:
                 Path(self.text(mount["mountPath"])).mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,6 @@ def render(chart: str, values: dict[str, Any], namespace: str) -> dict[str, Any]
 
 
 def operators_models() -> dict[str, type[BaseModel]]:
-    """Return the models of operators' kinds; importing them takes seconds."""
     from cloudcoil.models.keda.v1alpha1 import ScaledObject
     from cloudcoil.models.prometheus_operator.v1 import PrometheusRule, ServiceMonitor
 

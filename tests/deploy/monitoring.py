@@ -98,7 +98,6 @@ async def monitoring(tmp_path: Path, routers: Routers) -> AsyncIterator[Monitori
 
 @asynccontextmanager
 async def alertmanager(folder: Path) -> AsyncIterator[Monitoring]:
-    """Run Alertmanager alone, with the receiver."""
     (port,) = reserved_ports()
     found = Monitoring("", f"http://127.0.0.1:{port}", httpx.AsyncClient(timeout=20, trust_env=False))
     async with found.client, serving(_receiver(found)) as receiver:

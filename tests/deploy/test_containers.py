@@ -21,7 +21,6 @@ SECRETS = {"ENGINE_KEY": "an-engine-key", "GRAFANA_PASSWORD": "a-password"}
 
 
 def compose(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run docker-compose on the compose file with the sample's values."""
     argv = [program("docker-compose"), "--env-file", "compose.env.example", "-f", "compose.yaml", *arguments]
     return subprocess.run(
         argv, cwd=DEPLOY, env={"PATH": os.environ["PATH"], **environment}, capture_output=True, text=True, check=False

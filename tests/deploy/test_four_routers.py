@@ -82,7 +82,6 @@ def commands() -> str:
 
 
 def shims(folder: Path, nginx_port: int) -> Path:
-    """Write stand-ins for what would change this machine, and return their folder."""
     start = re.search(r"^ExecStart=/opt/qarr/\.venv/bin/qarr (.*)$", UNIT.read_text("utf-8"), re.MULTILINE)
     assert start is not None
     arguments = start[1].replace("%i", "$port").replace("/etc/", f"{folder}/etc/").replace("$ROUTER_OPTIONS", "")
@@ -114,7 +113,6 @@ def shims(folder: Path, nginx_port: int) -> Path:
 
 @asynccontextmanager
 async def machine(tmp_path: Path) -> AsyncIterator[Machine]:
-    """Run the document's commands, and wait until four routers share their engines."""
     redis_port, nginx_port, *ports = reserved_ports(6)
     behaviours = {tier: Behaviour(delay_s=0.02) for tier in LIMITS}
     keys = tmp_path / "etc/qarr/keys.json"
@@ -167,7 +165,6 @@ def ended(pid: Path) -> None:
 
 
 async def ask(client: httpx.AsyncClient, url: str, **body: Any) -> str:
-    """Ask for an answer, and return how it ended."""
     try:
         answer = await client.post(f"{url}/generate", json={"prompt": "hi", "max_tokens": 8, **body})
     except httpx.TransportError:

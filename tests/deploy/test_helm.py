@@ -45,7 +45,6 @@ EVERYTHING = {
 
 @pytest.fixture(scope="module")
 def releases() -> dict[str, Release]:
-    """Return each sample rendered, and one with everything that the chart has."""
     return {**{name: release(name) for name in NAMES}, "everything": release("cluster", EVERYTHING)}
 
 

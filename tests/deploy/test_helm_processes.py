@@ -53,13 +53,11 @@ class Pod:
             return False
 
     async def ask(self) -> httpx.Response:
-        """Ask for a streamed answer of the tier precise."""
         return await self.client.post(f"{self.url}/generate", json={"prompt": "hi", "tier": "precise"})
 
 
 @asynccontextmanager
 async def pod(tmp_path: Path, sample: str, redis: RedisServer) -> AsyncIterator[Pod]:
-    """Run a sample's router, after its init containers."""
     made = release(sample, {"router": {"preStopSeconds": 1}})
     spec = made.pods["qarr-router"]
     tiers = [name.removeprefix("qarr-") for name in made.pods if name != "qarr-router"]

@@ -44,7 +44,6 @@ class Front:
         return await self.client.post(f"{self.url}/generate", json={"prompt": "hi", **body})
 
     def reload(self, routers: str) -> None:
-        """Write the list of routers anew and let nginx take it up."""
         (self.folder / "qarr-routers.inc").write_text(routers)
         self.nginx.send_signal(signal.SIGHUP)
 

@@ -90,7 +90,6 @@ def test_every_alert_has_a_runbook() -> None:
 
 
 def known(page: str) -> set[str]:
-    """Return the names of all series that a metrics page can have."""
     names = set()
     for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", page, re.MULTILINE):
         names.add(name)
@@ -100,7 +99,6 @@ def known(page: str) -> set[str]:
 
 
 def queries() -> dict[str, str]:
-    """Return every query of rules, dashboards and runbooks, by where it stands."""
     found = {rule.get("alert") or rule["record"]: rule["expr"] for rule in RULES}
     for path in (DEPLOY / "grafana/dashboards").glob("*.json"):
         for number, expr in enumerate(re.findall(r'"expr": "(.*)"', path.read_text("utf-8"))):
@@ -208,7 +206,6 @@ async def test_what_follows_from_something_worse_is_not_told(tmp_path: Path) -> 
 
 
 async def keep_asking(routers: Routers) -> None:
-    """Ask for as long as the test lets it."""
     while True:
         for stack in routers.stacks:
             await asyncio.shield(asyncio.ensure_future(routers.ask(stack)))
@@ -216,12 +213,10 @@ async def keep_asking(routers: Routers) -> None:
 
 
 async def of_name(found: Monitoring, name: str) -> list[dict[str, Any]]:
-    """Return the alerts of a name that Alertmanager holds."""
     return [alert for alert in await found.alerts() if alert["labels"]["alertname"] == name]
 
 
 async def received(found: Monitoring, status: str) -> list[dict[str, Any]]:
-    """Return what the receiver of tickets was told of the tier."""
     return found.received("/ticket", "QarrTierDown", status)
 
 

@@ -37,7 +37,6 @@ def units(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", UNITS)
 def test_systemd_accepts_the_units(units: Path, name: str) -> None:
-    """systemd-analyze verify has nothing to say."""
     path = units / name.replace("@", "@8080")
     done = subprocess.run(
         [program("systemd-analyze"), "verify", "--man=no", str(path)], capture_output=True, text=True, check=False

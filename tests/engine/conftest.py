@@ -149,11 +149,9 @@ def _wait_until_up(running: Up) -> None:
 
 @pytest.fixture(scope="session")
 def engine_keys(up: Up) -> dict[str, str]:
-    """Return each engine's random key, which only its process knows."""
     return {name: key_of(tier["replicas"][0]["pid"]) for name, tier in up.tiers().items()}
 
 
 def key_of(pid: int) -> str:
-    """Return the key of the engine of a process."""
     environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
     return next(v.removeprefix("VLLM_API_KEY=") for v in environment if v.startswith("VLLM_API_KEY="))

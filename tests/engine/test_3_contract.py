@@ -206,7 +206,6 @@ async def _whole(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
 
 
 async def _uncounted(client: httpx.AsyncClient, body: dict[str, Any]) -> list[bool]:
-    """Return which chunks of a stream without usage carry the fingerprint."""
     lines = [line for line in (await client.post("/v1/chat/completions", json=body)).text.split("\n") if line]
     return [bool('"choices":[{' in line and '"system_fingerprint":"' in line) for line in lines][-3:]
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 def cache_of(up: Up, tier: TierName) -> dict[str, str]:
-    """Return what a running engine says of its KV cache."""
     metrics = httpx.get(f"{up.replica(tier)['url']}/metrics", trust_env=False).text
     found = re.search(r"^vllm:cache_config_info\{(.*)\}", metrics, re.MULTILINE)
     assert found is not None
@@ -44,7 +43,6 @@ def test_running_engines_have_the_planned_kv_cache(up: Up) -> None:
 
 
 def test_a_tiers_own_arguments_reach_its_engine(up: Up) -> None:
-    """And no other tier's."""
     sizes = {tier: cache_of(up, tier)["block_size"] for tier in STANDARD_TIERS}
     assert sizes[TierName.BALANCED] == BALANCED_ARGS[1]
     assert BALANCED_ARGS[1] not in {sizes[TierName.FAST], sizes[TierName.PRECISE]}

@@ -73,7 +73,6 @@ def test_qarr_up_refuses_wrong_arguments() -> None:
 
 
 def test_vllm_has_every_parser_that_engines_may_get() -> None:
-    """Of tool calls and of reasoning."""
     code = (
         "import json; from vllm.reasoning import ReasoningParserManager; from vllm.tool_parsers import ToolParserManager; "
         "print(json.dumps([ToolParserManager.list_registered(), ReasoningParserManager.list_registered()]))"

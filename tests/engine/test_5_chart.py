@@ -42,7 +42,6 @@ def running(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> I
 
 
 def until_ok(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Ask what a probe asks until it is answered with 200."""
     deadline = time.monotonic() + STARTS_S
     while True:
         assert process.poll() is None, log.read_text()
@@ -97,7 +96,6 @@ QUESTION: dict[str, Any] = {"prompt": "What is the capital of France?", "max_tok
 
 
 def prepare(mapped: Mapped, container: dict[str, Any]) -> None:
-    """Run the init container: checkpoints that exist already get their names."""
     environment = mapped.environment(container, "Containerfile.prepare")
     environment["PATH"] = f"{BIN}:{environment['PATH']}"
     environment["QARR_QUANTIZER__PYTHON"] = str(load_settings().quantizer.python)

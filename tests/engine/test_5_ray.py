@@ -198,7 +198,6 @@ def _process_of(url: str) -> psutil.Process:
 
 
 def _all_processes_of(url: str) -> list[psutil.Process]:
-    """Return an engine's server, and the processes below it that compute."""
     server = _process_of(url)
     return [server, *server.children(recursive=True)]
 

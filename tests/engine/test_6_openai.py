@@ -157,19 +157,16 @@ def engine(up: Up, engine_keys: dict[str, str]) -> Iterator[Side]:
 
 @pytest.fixture(scope="module")
 def router(up: Up) -> Iterator[Side]:
-    """Return the router, with the tier as its model."""
     with httpx.Client(base_url=up.url, timeout=120, trust_env=False) as client:
         yield Side(client, TIER)
 
 
 def ask(side: Side, path: str = CHAT, **body: Any) -> httpx.Response:
-    """Ask briefly and without chance, unless the body says otherwise."""
     prompt = {"prompt": "The capital of France is"} if path == COMPLETIONS else {"messages": QUESTION}
     return side.post(path, **{"max_tokens": 8, "temperature": 0, **prompt, **body})
 
 
 def comparable(answer: Any) -> Any:
-    """Return an answer without what differs between any two: ids and times."""
     if isinstance(answer, dict):
         return {k: comparable(v) for k, v in answer.items() if k not in {"id", "created"}}
     if isinstance(answer, list):
@@ -178,14 +175,12 @@ def comparable(answer: Any) -> Any:
 
 
 def chunks(answer: httpx.Response) -> list[Any]:
-    """Return a stream's chunks, after checking that it ends with [DONE]."""
     *events, done, empty = answer.text.split("\n\n")
     assert (done, empty) == ("data: [DONE]", "")
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 def streams(engine: Side, router: Side, **body: Any) -> tuple[list[Any], list[Any]]:
-    """Return the engine's own stream and the routed one."""
     return chunks(ask(engine, stream=True, **body)), chunks(ask(router, stream=True, **body))
 
 
@@ -224,7 +219,6 @@ def arguments_of(stream: list[Any]) -> str:
 
 
 def gist(stream: list[Any]) -> tuple[dict[int, str], str, str]:
-    """Return the text, the arguments and how it finished."""
     return text_of(stream), arguments_of(stream), stream[-1]["choices"][0]["finish_reason"]
 
 
@@ -352,7 +346,6 @@ def test_prompt_tokens_are_counted_as_the_engine_counts(router: Side, messages: 
 
 
 def generate(router: Side, **body: Any) -> httpx.Response:
-    """Ask /generate for a whole answer of one tier."""
     fixed = {"tier": TIER, "tier_policy": "require", "max_tokens": 24, "stream": False}
     return router.client.post("/generate", json={**fixed, **body})
 
@@ -434,7 +427,6 @@ def test_a_client_that_leaves_frees_the_engine(up: Up, stream: bool) -> None:  #
 
 
 def until(read: Callable[[], int], wanted: int, *, limit_s: float) -> None:
-    """Wait for a count that must come in time."""
     deadline = time.monotonic() + limit_s
     while (now := read()) != wanted:
         assert time.monotonic() < deadline, f"after {limit_s} s it is {now}, not {wanted}"

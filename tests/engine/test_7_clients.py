@@ -51,7 +51,6 @@ class Place(BaseModel):
 
 @pytest.fixture
 def client(up: Up) -> Iterator[openai.OpenAI]:
-    """Return OpenAI's SDK, pointed at the router."""
     with openai.OpenAI(base_url=f"{up.url}/v1", api_key="unused", max_retries=0) as made:
         yield made
 
@@ -143,7 +142,6 @@ def test_the_async_sdk_in_parallel(up: Up) -> None:
 
 @pytest.fixture
 def claude(up: Up) -> Iterator[anthropic.Anthropic]:
-    """Return Anthropic's SDK, pointed at the router."""
     with anthropic.Anthropic(base_url=up.url, api_key="unused", max_retries=0) as made:
         yield made
 

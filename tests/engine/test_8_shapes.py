@@ -35,7 +35,6 @@ PROMPTS = (
 
 @pytest.fixture(scope="module")
 def int8(up: Up, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make an INT8 checkpoint of the model, 8-bit weights and activations."""
     folder = tmp_path_factory.mktemp("int8") / "checkpoint"
     script = Path(__file__).with_name("int8_checkpoint.py")
     python = EngineSettings().python
@@ -180,7 +179,6 @@ def test_a_chat_stays_where_its_prefix_is_cached(other: Up, engine_keys: dict[st
 
 
 def _answer(url: str, key: str, prompt: str) -> list[int]:
-    """Return the token ids of a greedy answer of one engine."""
     body = {
         "messages": [{"role": "user", "content": prompt}],
         "temperature": 0,

@@ -32,7 +32,6 @@ TOP = 20  # first tokens that are compared: as many as an engine tells
 
 @pytest.fixture(scope="module")
 def folders(up: Up, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Make two adapters of the small model with random weights, by name."""
     config = json.loads((_folder(up) / "config.json").read_text())
     made = {name: tmp_path_factory.mktemp(name) for name in ("support", "pirate")}
     for seed, folder in enumerate(made.values()):
@@ -154,7 +153,6 @@ def _alike(one: set[str], other: set[str]) -> bool:
 
 
 def _asked(running: Up, model: str) -> set[str]:
-    """Return the likeliest first tokens of the router's answer."""
     return _first_tokens(httpx.post(f"{running.url}{CHAT}", json=_chat(model), timeout=120, trust_env=False))
 
 
@@ -176,7 +174,6 @@ def _chat(model: str) -> dict[str, object]:
 
 
 def _folder(running: Up) -> Path:
-    """Return the folder of the first fleet's BF16 checkpoint."""
     return Path(running.tiers()["precise"]["checkpoint"])
 
 

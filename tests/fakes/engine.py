@@ -245,7 +245,6 @@ class FakeEngine:
         )
 
     async def _behave(self, request: Request) -> Response:
-        """Change the behaviour of a fake in another process."""
         for name, value in (await request.json()).items():
             setattr(self.behaviour, name, value)
         return Response()
@@ -330,7 +329,6 @@ class FakeEngine:
         return b"<|special|>" if token - PIECE in self.behaviour.special else self._bytes(token - PIECE)
 
     def _bytes(self, number: int) -> bytes:
-        """Return what a piece of the answer adds to its text."""
         piece = self.behaviour.answer[number]
         if number in self.behaviour.special:
             return b""
@@ -594,7 +592,6 @@ class FakeEngine:
         return self._event({"choices": [choice], **more}, chat=chat)
 
     def _done(self, body: dict[str, Any]) -> int:
-        """Return how many pieces of the answer are in the prompt already."""
         prompt = body.get("prompt")
         return (
             sum(isinstance(token, int) and PIECE <= token < PIECE + len(self.behaviour.answer) for token in prompt)
@@ -639,7 +636,6 @@ def _refused(why: str) -> Response:
 
 @asynccontextmanager
 async def serving(*apps: ASGIApp, port: int = 0, http: Any = "auto") -> AsyncIterator[str]:
-    """Serve an application on a loopback socket; yield its base URL."""
     async with serving_all(*apps, port=port, http=http) as urls:
         yield urls[0]
 

@@ -21,7 +21,6 @@ MESSAGES = {"awq": "quantizing to AWQ int4, groups of 64", "fp8": "quantizing to
 
 
 def event(name: str, **fields: object) -> None:
-    """Write one event, as ``quantize.py`` does."""
     sys.stdout.write(json.dumps({"event": name, **fields}) + "\n")
     sys.stdout.flush()
 
@@ -32,7 +31,6 @@ def told(path: Path) -> str:
 
 
 def main() -> int:
-    """Run one command: ``python fake.py QUANTIZE_PY COMMAND SOURCE TARGET ...``."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # as quantize.py does
     command, source, target = sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])
     orders = Path(os.environ["FAKE_QUANTIZER"])

@@ -328,7 +328,6 @@ class CutRouter:
 
 
 def _tasks() -> Counter[str]:
-    """Return how many tasks there are, by what they do."""
     return Counter(getattr(task.get_coro(), "__qualname__", "generator") for task in asyncio.all_tasks())
 
 
@@ -371,7 +370,6 @@ async def cut_router(folder: Path, redis_url: str = "") -> AsyncIterator[CutRout
 
 
 def _endpoint(app: ASGIApp) -> Generate:
-    """Return a router's endpoint for /generate, found through the layers around it."""
     seen: list[Any] = [app]
     for layer in seen:
         if hasattr(layer, "routes"):

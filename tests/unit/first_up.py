@@ -61,7 +61,6 @@ class FirstUp:
         return self.errors.read_text("utf-8")
 
     async def get(self, path: str) -> tuple[int, dict[str, Any]]:
-        """Return an answer's status and body; 0 where there is none."""
         try:
             answer = await self.client.get(self.url + path)
         except httpx.TransportError:
@@ -69,7 +68,6 @@ class FirstUp:
         return answer.status_code, answer.json()
 
     async def until_states(self, **states: str) -> dict[str, Any]:
-        """Wait until tiers have these states; return what ``/readyz`` says then."""
         async with asyncio.timeout(30):
             while True:
                 _, body = await self.get("/readyz")
@@ -82,14 +80,12 @@ class FirstUp:
         return await self.client.post(f"{self.url}/generate", json={"prompt": "hi", **body})
 
     async def qarr(self, *args: str) -> str:
-        """Run a command beside it; return what it writes."""
         done = await asyncio.to_thread(
             subprocess.run, [QARR, *args], capture_output=True, text=True, check=False, env=self.env, timeout=60
         )
         return done.stdout
 
     async def end(self, number: int = signal.SIGINT) -> int:
-        """Send a signal, and return the exit status."""
         self.process.send_signal(number)
         return await asyncio.to_thread(self.process.wait, 30)
 

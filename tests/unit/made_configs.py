@@ -14,7 +14,6 @@ AWQ_RECIPE = "default_stage:\n  default_modifiers:\n    AWQModifier:\n      duo_
 
 
 def compressed(kind: str, bits: int, packing: str = "pack-quantized") -> dict[str, Any]:
-    """Return what compressed-tensors writes into a configuration, shortened."""
     group = {"format": packing, "targets": ["Linear"], "weights": {"num_bits": bits, "type": kind}}
     quantization = {"config_groups": {"group_0": group}, "format": packing, "quant_method": "compressed-tensors"}
     return {"dtype": "bfloat16", "quantization_config": quantization}
@@ -28,7 +27,6 @@ CONFIGS = {
 
 
 def model_folder(path: Path, config: object, recipe: str = "") -> Path:
-    """Make a folder with a configuration; return it."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
     if recipe:
@@ -44,5 +42,4 @@ def made_hub(path: Path) -> Path:
 
 
 def tier_folder(path: Path, tier: TierName) -> Path:
-    """Make the folder of what is made for a tier; return it."""
     return model_folder(path, CONFIGS[tier], AWQ_RECIPE if tier is TierName.FAST else "")

@@ -59,7 +59,6 @@ class Measuring:
 
     @property
     def journal(self) -> list[Any]:
-        """Return the judged answers: task and tier."""
         path = self.folder / JOURNAL
         lines = path.read_text().splitlines() if path.exists() else []
         return [(row["task"], row["tier"]) for row in (json.loads(line)["answer"] for line in lines)]
@@ -99,5 +98,4 @@ async def measuring_router(
 
 
 def engines(delay_s: float = 0.003) -> list[Behaviour]:
-    """Return three engines that take some time for each token."""
     return [Behaviour(delay_s=delay_s) for _ in STANDARD_TIERS]

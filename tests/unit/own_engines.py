@@ -54,7 +54,6 @@ class Own:
             await client.post(f"{replica.url}/fake", json=fields)
 
     def details(self, state: ReplicaState) -> list[str]:
-        """Return the details that were shown with a state."""
         return [detail for _, was, detail in self.seen if was is state and detail]
 
 

@@ -57,7 +57,6 @@ class OwnRouter:
         return await self.client.post(f"{self.url}/generate", json={"prompt": "hi", **body})
 
     async def qarr(self, *args: str) -> subprocess.CompletedProcess[str]:
-        """Run a command beside it, with the same settings."""
         return await asyncio.to_thread(
             subprocess.run, [QARR, *args], capture_output=True, text=True, check=False, env=self.env, timeout=60
         )
@@ -79,12 +78,10 @@ class OwnRouter:
         await until(lambda: "up: listening" in self.errors.read_text("utf-8"))
 
     async def stop(self) -> int:
-        """Ask it to end, and return its exit status."""
         self.process.terminate()
         return await asyncio.to_thread(self.process.wait, 30)
 
     async def status(self) -> int:
-        """Return the status of its readiness; 0 where it does not answer."""
         try:
             return (await self.client.get(f"{self.url}/readyz")).status_code
         except httpx.HTTPError:

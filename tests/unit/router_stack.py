@@ -144,7 +144,6 @@ def no_faults_in_the_router() -> Iterator[None]:
 
 
 def events(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return a stream's events as (name, data)."""
     import json
 
     found = []

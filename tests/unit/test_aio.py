@@ -12,7 +12,6 @@ pytestmark = pytest.mark.anyio
 
 
 async def waiting(signal: Signal, count: int) -> list[asyncio.Task[None]]:
-    """Return tasks that wait for a signal by now."""
     tasks = [asyncio.create_task(signal.wait()) for _ in range(count)]
     await asyncio.sleep(0)
     return tasks

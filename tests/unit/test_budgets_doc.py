@@ -20,7 +20,6 @@ BLOCKS = re.findall(r"^```bash\n(.*?)^```", (PROJECT / "docs/budgets.md").read_t
 
 
 async def run(commands: str, **env: str) -> str:
-    """Return what commands print; each must succeed."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     process = await asyncio.create_subprocess_exec(
         "bash", "-ec", commands, env={**os.environ, "PATH": path, **env}, cwd=PROJECT,

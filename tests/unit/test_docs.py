@@ -109,7 +109,6 @@ def _prose(document: Path) -> str:
 
 
 def _anchors(document: Path) -> set[str]:
-    """Return what links to a document's headings end with."""
     headings = re.findall(r"^#+ (.*)$", _prose(document), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

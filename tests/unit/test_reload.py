@@ -71,7 +71,6 @@ def test_what_reloads_exists() -> None:
 
 @asynccontextmanager
 async def configured(tmp_path: Path, text: str = "", **variables: str) -> AsyncIterator[tuple[OwnRouter, Path]]:
-    """Run a router with a settings file that can be changed."""
     file = tmp_path / "settings.toml"
     file.write_text(text)
     async with own_router(tmp_path, QARR_CONFIG=str(file), **variables) as router:

@@ -30,7 +30,6 @@ two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the ben
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that imports a module of benchmarks/."""
     monkeypatch.syspath_prepend(PROJECT / "benchmarks")
     return importlib.import_module
 
@@ -55,7 +54,6 @@ async def engine() -> AsyncIterator[str]:
 
 
 async def run(*command: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
-    """Run a command to its end; return its status, output and errors."""
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=PROJECT, env=env
     )

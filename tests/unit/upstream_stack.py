@@ -63,7 +63,6 @@ class UpstreamStack:
         return answer
 
     def held(self) -> int:
-        """Return what leases hold, in slots and tokens."""
         return sum(r.in_flight + r.slots + r.prompt_tokens + r.output_tokens for r in self.fleet.replicas)
 
     def asked(self) -> list[int]:
@@ -112,7 +111,6 @@ async def _serving(app: ASGIApp) -> AsyncIterator[str]:
 
 
 async def text_of(answer: EngineStream) -> str:
-    """Read an answer to its end, and return its text."""
     found = []
     while (chunks := await answer.read()) is not None:
         found += [chunk.text for chunk in chunks]

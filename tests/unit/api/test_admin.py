@@ -26,7 +26,6 @@ OPERATIONS = "/admin/operations"
 
 @asynccontextmanager
 async def with_keys(tmp_path: Path) -> AsyncIterator[tuple[Stack, dict[str, dict[str, str]]]]:
-    """Run a router with an ordinary key and an operator's."""
     path = tmp_path / "keys.json"
     made = {"ci": add_key(path, "ci")[0], "boss": add_key(path, "boss", admin=True)[0]}
     async with router_stack(tmp_path, {"auth": {"keys_file": str(path)}}) as stack:

@@ -34,7 +34,6 @@ LIMIT = 10
 
 
 def scope_with(**headers: str) -> Scope:
-    """Return a request's scope as the gate leaves it."""
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope: Scope = {"type": "http", "method": "POST", "path": "/generate", "headers": raw}
     scope[CONTEXT] = RequestContext("request", "trace", sent=dict(raw))
@@ -47,7 +46,6 @@ def scope_with(**headers: str) -> Scope:
 
 
 def body_in(*parts: bytes | None) -> Receive:
-    """Return what receives a body in parts; None: the client is gone."""
     left = list(parts)
 
     async def receive() -> Message:

@@ -30,7 +30,6 @@ PREFER, REQUIRE = ({"x-qarr-tier-policy": policy} for policy in ("prefer", "requ
 
 
 async def ask(stack: Stack, path: str, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
-    """Ask ``fast``, unless the body says otherwise."""
     body = {"model": "fast", **BODIES[path], **more}
     return await stack.client.post(stack.url + path, json=body, headers=headers)
 

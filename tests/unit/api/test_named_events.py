@@ -46,7 +46,6 @@ def asked(behaviour: Behaviour, path: str) -> list[dict[str, Any]]:
 
 
 def text_of(stream: str) -> str:
-    """Return the text in a stream of either API."""
     found = [data.get("delta") for name, data in events(stream) if name.endswith(("_delta", "text.delta"))]
     return "".join(delta if isinstance(delta, str) else delta.get("text", "") for delta in found)
 
@@ -293,7 +292,6 @@ async def test_nothing_is_stored(tmp_path: Path) -> None:
 
 @pytest.fixture
 def key(tmp_path: Path) -> str:
-    """Return a key, in ``keys.json``."""
     return add_key(tmp_path / "keys.json", "ci")[0]
 
 

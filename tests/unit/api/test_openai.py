@@ -28,13 +28,11 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 async def chat(stack: Stack, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
-    """Post a chat completion and read the whole answer."""
     body = {"model": "auto", "messages": HI, **body}
     return await stack.client.post(stack.url + CHAT, json=body, headers=headers)
 
 
 def chunks(text: str) -> list[dict[str, Any]]:
-    """Return a stream's chunks, after checking that it ends with [DONE]."""
     *events, done, empty = text.split("\n\n")
     assert (done, empty) == ("data: [DONE]", "")
     return [json.loads(event.removeprefix("data: ")) for event in events]

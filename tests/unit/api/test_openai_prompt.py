@@ -115,7 +115,6 @@ def prefix(read: PromptText) -> Prefix | None:
 
 
 def shared(one: PromptText, other: PromptText) -> int:
-    """Return the tokens that two prompts share, in whole blocks."""
     first, second = prefix(one), prefix(other)
     assert first is not None
     assert second is not None

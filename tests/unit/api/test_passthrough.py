@@ -33,7 +33,6 @@ FEW_PLACES = {"tiers": {tier: {"max_in_flight": 2} for tier in STANDARD_TIERS}, 
 async def with_embeddings(
     tmp_path: Path, overrides: dict[str, Any] | None = None
 ) -> AsyncIterator[tuple[Stack, Behaviour]]:
-    """Run a router, and an engine that serves embeddings."""
     engine = Behaviour()
     async with serving(FakeEngine(engine).app) as url:
         settings = {**(overrides or {}), "openai": {"embeddings_urls": [url]}}

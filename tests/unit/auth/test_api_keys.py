@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def keys_file(tmp_path: Path) -> Path:
-    """Return where keys are kept, no file yet."""
     return tmp_path / "keys" / "keys.json"
 
 

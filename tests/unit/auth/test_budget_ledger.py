@@ -42,7 +42,6 @@ class Clock:
 
 
 def account(name: str, **budget: float) -> Account:
-    """Return an account with a name that no other test has."""
     return Account(f"key:{name}-{secrets.token_hex(4)}", name, Budget(**budget).limits())
 
 

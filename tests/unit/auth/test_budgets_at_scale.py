@@ -35,7 +35,6 @@ def test_two_processes_keep_budgets_to_the_millionth(kind: str, redis_server: Re
 
 @pytest.mark.parametrize("kind", ["sqlite", "redis"])
 def test_the_committed_run_of_100_000_was_exact(kind: str) -> None:
-    """docs/budgets.md rests on these results."""
     found = json.loads((RESULTS / f"budgets_{kind}.json").read_text("utf-8"))
     assert (found["requests"], found["budgets_exceeded"], found["sums_differ"]) == (100_000, [], [])
     assert found["charged_engine_us"] == found["ledger_engine_us"] > 0

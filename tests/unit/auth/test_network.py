@@ -9,7 +9,6 @@ from router.auth.network import is_loopback
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.255.255.254", "::1"])
 def test_this_machine(host: str) -> None:
-    """All of 127/8, in both families."""
     assert is_loopback(host)
 
 

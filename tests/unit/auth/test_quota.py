@@ -29,7 +29,6 @@ def caller(key_id: str, requests: int | None = None, tokens: int | None = None, 
 
 
 async def enters(quotas: Quotas, who: Caller, tokens: int = 1) -> Grant | None:
-    """Return the grant, or None if there is no room."""
     try:
         return await quotas.enter(who, tokens, {})
     except OverQuota:
@@ -175,7 +174,6 @@ async def test_redis_counts_as_the_local_ledger_does(redis_server: RedisServer) 
 
 @asynccontextmanager
 async def sharing(redis_server: RedisServer) -> AsyncIterator[tuple[Quotas, Any]]:
-    """Yield a router's quotas in Redis, and its operator's connection to it."""
     quotas, operator = Quotas(redis_server.url), Redis.from_url(redis_server.url, decode_responses=True)
     try:
         yield quotas, operator
@@ -191,7 +189,6 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def held(operator: Any, who: Caller) -> tuple[int, int, int]:
-    """Return what Redis has of a key: slots, requests, tokens."""
     counts, slots = _names(who.key_id)
     found = await operator.hgetall(counts)
     amounts = [sum(int(n) for field, n in found.items() if field.endswith(kind)) for kind in "rt"]

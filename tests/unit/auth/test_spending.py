@@ -37,7 +37,6 @@ NOON = timegm((2026, 11, 30, 12, 0, 0))
 
 
 def caller(**budget: float) -> Caller:
-    """Return a caller with a budget of its own."""
     name = secrets.token_hex(4)
     return Caller(name, name, accounts=(Account(f"key:{name}", "this key", Budget(**budget).limits()),))
 
@@ -54,7 +53,6 @@ async def spending(
 
 
 async def enters(spends: Spending, who: Caller, engine: int) -> BudgetGrant | None:
-    """Return the grant, or None over budget."""
     try:
         return await spends.enter(who, Charge(engine, 0))
     except OverBudget:
@@ -107,7 +105,6 @@ async def test_a_charge_is_at_most_what_was_reserved() -> None:
 
 
 async def test_money_without_a_price_is_refused() -> None:
-    """Rather than counted as free."""
     async with spending(MemoryLedger(), priced=False) as spends:
         with pytest.raises(NoPrice, match=r"budgets\.replica_hour"):
             await spends.enter(caller(money_per_day=1), Charge(1, 0))

@@ -68,18 +68,15 @@ class Issuer:
         self.app = Starlette(routes=[Route("/jwks", self._published)])
 
     def rotate(self, kid: str) -> None:
-        """Sign with a new key, and publish only that."""
         make, self._kind = MAKERS[self.algorithm]
         self.kid, self.key = kid, make()
 
     @property
     def jwks(self) -> str:
-        """Return the published keys; among them a secret, which must not count."""
         public = self._kind.to_jwk(self.key.public_key(), as_dict=True)
         return json.dumps({"keys": [{**public, "kid": self.kid}, {"kty": "oct", "kid": "secret", "k": "c2VjcmV0"}]})
 
     def sign(self, **claims: Any) -> str:
-        """Return a token; a claim that is None is left out."""
         given = {"iss": ISSUER, "aud": AUDIENCE, "sub": "alice", "exp": time.time() + 300, **claims}
         kept = {name: value for name, value in given.items() if value is not None}
         return jwt.encode(kept, self.key, self.algorithm, headers={"kid": self.kid})

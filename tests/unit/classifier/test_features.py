@@ -14,7 +14,6 @@ LONG_PROSE = "The committee met again in the spring and spoke about the harbour 
 
 
 def read(text: str) -> PromptFeatures:
-    """Return the features of a text, its tokens estimated."""
     return extract(text, COUNTER)
 
 
@@ -125,7 +124,6 @@ def test_counts() -> None:
 
 @given(st.text(" \t\n\x1c\x00a.é\u3000", max_size=40))
 def test_words_are_what_stands_between_white_space(text: str) -> None:
-    """Words are counted as ``str.split`` divides."""
     assert read(text).words == len(text.split())
 
 

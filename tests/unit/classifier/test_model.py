@@ -36,7 +36,6 @@ TEXT = st.text(st.characters(), max_size=300)  # unpaired surrogates too
 
 
 def words(text: str) -> list[str]:
-    """Return the parts of a text that are hashed as words."""
     starts = split(f"\n{text}\n")[0].tolist()
     line = f"{text}\n"
     return [line[a:b].rstrip(" \n") for a, b in zip(starts, [*starts, len(line)][1:], strict=True)]
@@ -134,7 +133,6 @@ def test_probabilities(text: str) -> None:
 
 @given(st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=8))
 def test_softmax_and_logistic(scores: list[float]) -> None:
-    """Scores of any size give probabilities."""
     assert sum(softmax(scores)) == pytest.approx(1)
     assert all(0 < logistic(score) < 1 for score in scores)
 

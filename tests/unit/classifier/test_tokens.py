@@ -41,7 +41,6 @@ BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 def byte_level(
     pre_tokenizer: pre_tokenizers.PreTokenizer, normalizer: normalizers.Normalizer | None = None
 ) -> Tokenizer:
-    """Return a byte-level BPE tokenizer with the whole alphabet."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
@@ -56,7 +55,6 @@ def byte_level(
 
 
 def fewer_bytes() -> Tokenizer:
-    """Return one whose vocabulary lacks bytes that the training text has not."""
     tokenizer = Tokenizer(models.BPE(unk_token="<|end|>"))
     tokenizer.pre_tokenizer = BYTE_LEVEL
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|end|>"], show_progress=False)
@@ -81,7 +79,6 @@ def word_piece() -> Tokenizer:
 
 
 def greedy_added_token() -> Tokenizer:
-    """Return one whose added token takes the white space around it."""
     tokenizer = byte_level(BYTE_LEVEL)
     tokenizer.add_tokens([AddedToken("<tool>", lstrip=True, rstrip=True)])
     return tokenizer
@@ -156,7 +153,6 @@ def test_lone_surrogates_count_as_replacement_characters() -> None:
 
 
 def test_from_file(tmp_path: Path) -> None:
-    """A tokenizer file makes a counter."""
     path = tmp_path / "tokenizer.json"
     FAST["byte_level"].save(str(path))
     assert TokenCounter.from_file(path).count("hello world") == len(reference(FAST["byte_level"], "hello world"))
@@ -185,6 +181,5 @@ def test_estimates() -> None:
 @settings(deadline=None)
 @given(st.text(), st.text())
 def test_estimates_never_shrink(text: str, more: str) -> None:
-    """More text never has fewer tokens."""
     counter = EstimatingCounter()
     assert counter.count(text + more) >= counter.count(text)

@@ -199,7 +199,6 @@ def test_key_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("compute", "health"), [("7.5", WARNING), ("8.6", WARNING), ("8.9", OK), ("9.0", OK), ("[N/A]", WARNING)]
 )
 def test_what_a_gpu_means(compute: str, health: Health) -> None:
-    """By its compute capability."""
     assert judge_gpu(["0", "a GPU", "550.1", compute, "81559", "81000"]).health is health
 
 

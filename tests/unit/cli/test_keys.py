@@ -67,14 +67,12 @@ def test_an_empty_list_says_how_to_make_one() -> None:
 
 
 def test_unknown_keys_cannot_be_revoked(file: Path) -> None:
-    """Nothing is made by the attempt."""
     assert isinstance(qarr("keys", "revoke", "nobody").exception, KeysError)
     assert not file.exists()
 
 
 @pytest.mark.parametrize("options", [["--over", "ignore"], ["--max-priority", "urgent"], ["--tier", "huge"]])
 def test_unknown_rights_are_refused(options: list[str], file: Path) -> None:
-    """No key is made."""
     assert qarr("keys", "add", "a", *options).exit_code != 0
     assert not file.exists()
 

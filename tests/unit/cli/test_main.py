@@ -26,7 +26,6 @@ def qarr(*args: str, stdin: str | bytes = "", **env: str) -> subprocess.Complete
 
 
 def test_version() -> None:
-    """--version prints name and number."""
     assert qarr("--version").stdout.startswith("qarr 0.")
 
 

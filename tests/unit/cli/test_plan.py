@@ -27,7 +27,6 @@ def _no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(*args: str) -> str:
-    """Run the command, and return what it prints."""
     done: Result = qarr("plan", *args)
     if done.exception is not None:
         raise done.exception
@@ -35,7 +34,6 @@ def plan(*args: str) -> str:
 
 
 def read(*args: str) -> dict[str, Any]:
-    """Run the command, and return its JSON."""
     found: dict[str, Any] = json.loads(plan(*args, "--json"))
     return found
 

@@ -21,7 +21,6 @@ FAST, BALANCED, PRECISE = STANDARD_TIERS
 
 
 def adapter(folder: Path, rank: int = 4, kind: str = "LORA") -> str:
-    """Write what is read of an adapter's folder; return the folder."""
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": kind, "r": rank}))
     return str(folder)
@@ -58,7 +57,6 @@ def test_engines_are_prepared_for_more_at_run_time(tmp_path: Path) -> None:
 
 
 def test_without_adapters_engines_know_nothing_of_lora(tmp_path: Path) -> None:
-    """It costs memory and time."""
     assert not any("lora" in argument for argument in engine_argv(launches(tmp_path, {})[FAST]))
 
 

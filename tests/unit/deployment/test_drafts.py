@@ -20,7 +20,6 @@ FAST, BALANCED, PRECISE = STANDARD_TIERS
 
 
 def drafts(tmp_path: Path, tiers: dict[str, Any]) -> dict[TierName, Draft | None]:
-    """Return the drafts of the engines that would start."""
     deployment = make_deployment(settings(tiers=tiers), tuple(made(tmp_path).values()))
     return {launch.tier.name: launch.tier.draft for launch in deployment.launches}
 

@@ -37,7 +37,6 @@ HERMES = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")  # of a t
 
 
 def settings(**overrides: Any) -> Settings:
-    """Return settings with an engine environment, whose interpreter is this one."""
     return load_settings(None, {"engine": {"python": Path(sys.executable)}, **overrides})
 
 

@@ -22,7 +22,6 @@ HERE = Path(sys.executable)
 
 
 def settings(tmp_path: Path, *, ray: dict[str, Any] | None = None, **more: Any) -> Settings:
-    """Return settings with a Ray environment, whose interpreter is this one."""
     server = {"runtime_dir": tmp_path / "run"}
     return load_settings(None, {"ray": {"python": HERE, **(ray or {})}, "server": server, **more})
 

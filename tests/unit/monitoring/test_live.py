@@ -54,7 +54,6 @@ async def test_a_reader_that_is_ended_reads_the_rest() -> None:
 
 @asynccontextmanager
 async def watching(stack: Stack) -> AsyncIterator[AsyncIterator[tuple[str, Any]]]:
-    """Read the live stream, event by event."""
     async with stack.client.stream("GET", f"{stack.url}/live") as answer:
         assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert answer.headers["cache-control"] == "no-store"
@@ -130,7 +129,6 @@ async def test_a_trace_that_is_not_kept_is_404(tmp_path: Path) -> None:
 
 
 async def test_the_policy_is_shown_as_it_is_now(tmp_path: Path) -> None:
-    """Settings, and what live answers showed."""
     async with router_stack(tmp_path, {"policy": {"max_loss": {"code": 0.25}, "sla_confidence": 0.8}}) as stack:
         policy = (await stack.client.get(f"{stack.url}/policy")).json()
         assert (policy["max_loss"]["code"], policy["sla_confidence"]) == (0.25, 0.8)

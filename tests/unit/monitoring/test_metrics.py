@@ -65,16 +65,13 @@ class Counted:
             self._metrics.answered(*answer)
 
     def page(self, accept: str) -> str:
-        """Return the page, in the format that a scraper accepts."""
         encode, _ = choose_encoder(accept)
         return encode(self._registry).decode()
 
     def value(self, name: str, **labels: str) -> float | None:
-        """Return a sample's value; None: there is no such sample."""
         return self._registry.get_sample_value(f"qarr_{name}", labels)
 
     def total(self, name: str) -> float:
-        """Return the sum of a sample's values over all labels."""
         samples = [s for family in self._registry.collect() for s in family.samples if s.name == f"qarr_{name}"]
         return sum(sample.value for sample in samples)
 
@@ -145,7 +142,6 @@ def test_what_took_no_time_is_not_compared(fields: dict[str, Any]) -> None:
 
 
 async def scrape(stack: Stack) -> dict[tuple[str, ...], float]:
-    """Return all samples, by name and the values of their labels."""
     page = (await stack.client.get(f"{stack.url}/metrics")).text
     families = parse_text(page)
     return {(s.name, *(s.labels[name] for name in sorted(s.labels))): s.value for f in families for s in f.samples}

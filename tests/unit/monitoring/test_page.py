@@ -51,7 +51,6 @@ class Markup(HTMLParser):
 
 @pytest.fixture(scope="module")
 def markup() -> Markup:
-    """Return the document, read."""
     parsed = Markup()
     parsed.feed(compose()[0])
     return parsed
@@ -132,7 +131,6 @@ async def test_the_page_is_open_and_its_data_are_not(tmp_path: Path) -> None:
 
 
 def test_a_mode_that_is_none_is_refused() -> None:
-    """The setting names what is allowed."""
     with pytest.raises(SettingsError, match=r"server\.page"):
         load_settings(None, {"server": {"page": "maybe"}})
 

@@ -39,7 +39,6 @@ class Tenants:
         return await self.stack.client.get(self.stack.url + path, headers=self.names[name])
 
     async def ask(self, name: str, prompt: str, **headers: str) -> httpx.Response:
-        """Generate with a key, to the end."""
         asked = {"prompt": prompt, "tier": "fast"}
         return await self.stack.client.post(
             f"{self.stack.url}/generate", json=asked, headers={**self.names[name], **headers}

@@ -28,7 +28,6 @@ def turns(name: str, count: int) -> list[dict[str, str]]:
 
 
 async def ask(stack: Stack, messages: list[dict[str, str]], **more: Any) -> dict[str, Any]:
-    """Send a chat, and return the record of it."""
     body = {"model": "fast", "messages": messages, "max_tokens": 4, **more}
     headers = body.pop("headers", {})
     answer = await stack.client.post(f"{stack.url}/v1/chat/completions", json=body, headers=headers)

@@ -50,7 +50,6 @@ async def faulty_stack(
 
 
 def chunks(text: str) -> list[dict[str, Any]]:
-    """Return the chunks of one of OpenAI's streams, without its end."""
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
 
@@ -59,7 +58,6 @@ def content(text: str) -> str:
 
 
 async def chat(stack: Stack, **more: Any) -> str:
-    """Stream a chat from ``fast``, which is only preferred."""
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, **more}
     return (await stack.client.post(f"{stack.url}/v1/chat/completions", json=body, headers=HINT)).text
 

@@ -54,7 +54,6 @@ class Full:
         return await self.router.client.post(f"{self.router.url}{path}", json=body, headers=headers)
 
     async def metric(self, outcome: str) -> float:
-        """Return how many requests the overflow made this of."""
         text = (await self.router.client.get(f"{self.router.url}/metrics")).text
         start = f'qarr_overflow_requests_total{{outcome="{outcome}"}} '
         return float(next(line.removeprefix(start) for line in text.splitlines() if line.startswith(start)))
@@ -75,7 +74,6 @@ class Full:
 
     @property
     def taken(self) -> int:
-        """Return the places that are taken at the overflow."""
         return self.router.pipeline.overflow.client.in_flight
 
 
@@ -104,7 +102,6 @@ async def full(
 
 
 def written(path: str, text: str, *, streamed: bool) -> str:
-    """Return the text of an answer of some endpoint."""
     if path == "/generate":
         return "".join(data.get("text", "") for _, data in events(text)) if streamed else json.loads(text)["text"]
     blocks = [line[6:] for line in text.splitlines() if line.startswith("data: {")] if streamed else [text]

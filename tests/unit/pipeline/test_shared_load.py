@@ -38,7 +38,6 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_fleet(replicas: int = 2, limit: int = LIMIT) -> Fleet:
-    """Return one router's view of engines that others have as well."""
     spec = TierSpec(FAST, 2048, 16, limit)
     fleet = Fleet((spec,))
     for number in range(replicas):

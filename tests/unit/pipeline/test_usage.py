@@ -40,7 +40,6 @@ async def usage(at: Shop, name: str, query: str = "") -> dict[str, Any]:
 
 
 async def asked(at: Shop) -> None:
-    """Send a few requests, and wait until they are written."""
     for name, tier in (("ann", "fast"), ("ann", "precise"), ("ann", "fast"), ("ben", "fast"), ("cal", "balanced")):
         assert (await at.ask(name, tier=tier)).status_code == 200
 

@@ -46,7 +46,6 @@ def quality(*counts: AnswerCount, identities: Identities = IDENTITIES, whole: bo
 
 
 def fit(tier: TierName, step_ms: float, spread: float = 0.2) -> Fit:
-    """Return a fit with a given time for each token."""
     none = FitError(median=0, p95=0)
     return Fit(
         tier=tier, ttft_base_ms=1, prefill_ms_per_token=2, ttft_steps=3, step_base_ms=step_ms, step_ms_per_sequence=4,
@@ -58,7 +57,6 @@ def fit(tier: TierName, step_ms: float, spread: float = 0.2) -> Fit:
 def latency(
     speeds: Mapping[TierName, float], identities: Identities = IDENTITIES, machine: str = "big"
 ) -> LatencyProfile:
-    """Return a latency profile with one sample a tier."""
     samples = tuple(
         Sample(
             tier=tier, prompt_tokens=1, sequences=0, waiting_tokens=0, batch=1, neighbours=0, ttft_ms=ms, tpot_ms=ms

@@ -308,7 +308,6 @@ def test_as_the_highest_precision_fills_up_more_loss_is_allowed() -> None:
 
 
 def test_riskier_prompts_are_never_on_a_lower_tier_than_safer_ones() -> None:
-    """At any load."""
     for load in range(17):
         there = fleet(speeds=MEASURED, loads={PRECISE: Load(load)})
         chat, code = (STANDARD_TIERS.index(decide(query(kind), there, SCARCE).tier or FAST) for kind in (CHAT, CODE))
@@ -426,7 +425,6 @@ def test_several_answers_cost_and_take_as_much() -> None:
 
 
 def warmed(there: FleetSnapshot, cached: dict[TierName, int]) -> FleetSnapshot:
-    """Return a fleet whose replicas hold so many tokens of the prompt."""
     tiers = [
         replace(tier, replicas=tuple(replace(r, cached_tokens=cached.get(tier.spec.name, 0)) for r in tier.replicas))
         for tier in there.tiers

@@ -30,7 +30,6 @@ def test_a_loss_rises_with_the_confidence_asked_for(confidence: float, expected:
 
 
 def test_no_more_than_every_answer_gets_worse() -> None:
-    """However wide the interval is."""
     assert ExpectedLoss(0.6, 0.1, 0.99).at(NormalDist().inv_cdf(0.9999)) == 1.0
 
 
@@ -46,7 +45,6 @@ def test_a_loss_is_that_of_the_kind_and_of_others_where_the_class_is_not_sure() 
 
 
 def test_the_reference_loses_nothing_and_a_tier_that_nothing_is_known_of_everything() -> None:
-    """Certain or not."""
     assert PolicyParameters().loss(PRECISE, features(confidence=0.1)) == NO_LOSS
     assert PolicyParameters().loss(BALANCED, features(confidence=0.1)).mean == 1
 

@@ -33,7 +33,6 @@ ENDED = OutcomeRecord("r1", BALANCED, 20, 7, 12.5, None, "EngineFailed")
 
 
 def written(path: Path) -> list[Record]:
-    """Return the records of one served and one refused request."""
     log = DecisionLog(path)
     busy = fleet(speeds=MEASURED, loads={FAST: Load(3, 40, 50)})
     asked = query(hint=FAST, sla=Sla(ttft_ms=500, confidence=0.8), allowed=frozenset({FAST, PRECISE}), sequences=2)
@@ -131,6 +130,5 @@ def test_a_whole_line_that_is_no_record_is_an_error(change: dict[str, str], says
 
 
 def test_a_log_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    """With the system's reason."""
     with pytest.raises(ProfileError, match=r"the decision log .*/none cannot be read: No such file or directory"):
         list(read_log(tmp_path / "none"))

@@ -87,5 +87,4 @@ def test_what_a_prompt_may_be_is_weighed() -> None:
     [(0.0004, "fewer than 1 in 1,000"), (0.001, "1 in 1,000"), (0.11, "1 in 9"), (0.5, "5 in 10"), (1.0, "10 in 10")],
 )
 def test_shares_are_said_in_answers(loss: float, text: str) -> None:
-    """As a person would."""
     assert one_in(loss) == text

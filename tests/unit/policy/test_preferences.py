@@ -22,7 +22,6 @@ SERVED = {FAST: "awq-int4", BALANCED: "fp8 (stated)", PRECISE: "bf16"}
 
 
 def known(given: FleetSnapshot, **changed: str) -> FleetSnapshot:
-    """Return a fleet whose tiers have the usual precisions, but for some."""
     precisions = {**SERVED, **changed}
     tiers = [replace(t, spec=replace(t.spec, precision=precisions[t.spec.name])) for t in given.tiers]
     return replace(given, tiers=tuple(tiers))

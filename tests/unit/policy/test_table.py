@@ -36,7 +36,6 @@ def settings(folder: Path | None = None, **values: Any) -> PolicySettings:
 
 
 def made_fleet() -> Fleet:
-    """Return a fleet that serves the checkpoints of the made profiles."""
     return Fleet([TierSpec(tier, 2048, 16, 32, urls=("u",), digest=d) for tier, d in IDENTITIES.items()], machine="big")
 
 

@@ -104,7 +104,6 @@ async def test_it_waits_while_an_engine_elsewhere_is_in_the_fleet(tmp_path: Path
 
 @pytest.mark.anyio
 async def test_settings_switch_it_off(tmp_path: Path) -> None:
-    """It says why, and asks nothing."""
     async with measuring_router(tmp_path, engines(), profile={"auto": False}) as own:
         found = await own.profiling()
         assert (found["state"], found["detail"]) == ("off", "profile.auto is false")

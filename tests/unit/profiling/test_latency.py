@@ -28,7 +28,6 @@ SEQS = 16
 
 
 def samples(noise: float, contention: float = 0.0, seed: int = 1) -> list[Sample]:
-    """Return what a tier with the true speeds shows, with relative noise."""
     source = random.Random(seed)
 
     def seen(value: float) -> float:

@@ -30,7 +30,6 @@ def imported(*folders: Path, known: dict[str, Known] = USUAL) -> Imported:
 
 
 def flips(made: Imported) -> dict[TierName, tuple[int, int, int]]:
-    """Return what counts of each tier: answers, worse, better."""
     found = {tier: [count.flips for count in made.profile.of(tier)] for tier in (FAST, BALANCED)}
     return {
         tier: (sum(f[0] for f in one), sum(f[1] for f in one), sum(f[2] for f in one)) for tier, one in found.items()

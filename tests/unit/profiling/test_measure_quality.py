@@ -37,7 +37,6 @@ TASKS = (task("one"), task("two", **{"class": "code", "complexity": "complex"}))
 
 @asynccontextmanager
 async def connected(tmp_path: Path) -> AsyncIterator[tuple[Stack, RouterClient]]:
-    """Run a router, with a client that measures."""
     async with router_stack(tmp_path) as stack, connect(stack.url, "") as client:
         yield stack, client
 
@@ -54,7 +53,6 @@ def flips(profile: QualityProfile) -> dict[tuple[TierName, PromptClass], tuple[i
 
 
 def asked(stack: Stack) -> dict[TierName, int]:
-    """Return the requests that each engine has had, and forget them."""
     found = {tier: len(engine.requests) for tier, engine in stack.engines.items()}
     for engine in stack.engines.values():
         engine.requests.clear()
@@ -84,7 +82,6 @@ async def test_an_adapter_is_measured_on_the_tiers_that_offer_it(tmp_path: Path)
 
 @pytest.mark.anyio
 async def test_each_task_is_answered_once_a_tier_and_some_answers_are_scored(tmp_path: Path) -> None:
-    """The reference's own are not."""
     async with connected(tmp_path) as (stack, client):
         profile = await measured(client, tmp_path)
         assert asked(stack) == {FAST: 2, BALANCED: 2, PRECISE: 2 + 4}
@@ -131,7 +128,6 @@ async def test_worse_and_better_answers_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_what_reference_and_lowest_tier_get_wrong_is_asked_of_no_other(tmp_path: Path) -> None:
-    """It would hardly tell anything."""
     async with connected(tmp_path) as (stack, client):
         profile = await measured(client, tmp_path, (task("one", NO_MATCH),), diagnosed=0)
         assert asked(stack) == {FAST: 1, BALANCED: 0, PRECISE: 1}
@@ -209,7 +205,6 @@ async def test_a_tier_that_refuses_ends_the_measurement(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_the_profile_holds_no_text(tmp_path: Path) -> None:
-    """Neither of prompts nor of answers."""
     async with connected(tmp_path) as (_, client):
         profile = await measured(client, tmp_path)
         assert not any(text in profile.model_dump_json() for text in ("What is", "Paris"))

@@ -18,7 +18,6 @@ FEATURES = PromptFeatures(2, 1, 1, True, False, False, None, PromptClass.CODE, 0
 
 
 def lines_after(path: Path, share: float, *texts: str) -> list[str]:
-    """Offer some prompts, and return the file's lines."""
     samples = PromptSamples(path, share)
     for text in texts:
         samples.offer(text, FEATURES)
@@ -48,7 +47,6 @@ def test_nothing_is_kept_of_no_share(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("before", "kept"), [(MAX_PROMPTS - 1, 1), (MAX_PROMPTS, 0), (MAX_PROMPTS + 5, 0)])
 def test_a_full_file_takes_no_more(tmp_path: Path, before: int, kept: int) -> None:
-    """Prompts of earlier runs count."""
     path = tmp_path / "prompts.jsonl"
     path.write_text("{}\n" * before)
     assert len(lines_after(path, 1.0, "a", "b")) == before + kept

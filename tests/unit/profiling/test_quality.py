@@ -27,7 +27,6 @@ FAST, PRECISE = TierName.FAST, TierName.PRECISE
 
 
 def logs(*shares: float) -> dict[int, float]:
-    """Return log-probabilities of tokens 0, 1, 2, ..."""
     return {token: math.log(share) for token, share in enumerate(shares)}
 
 

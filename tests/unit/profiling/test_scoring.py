@@ -11,7 +11,6 @@ from router.profiling.scoring import GreedyAnswer, answer_body, read_greedy, rea
 
 
 def answered(*tops: dict[int, float], ids: list[int]) -> dict[str, Any]:
-    """Return a chat completion with these log-probabilities at each position."""
     content = [{"top_logprobs": [{"token": f"token_id:{t}", "logprob": p} for t, p in top.items()]} for top in tops]
     choice = {"token_ids": ids, "logprobs": {"content": content}}
     return {"prompt_token_ids": [1, 2], "choices": [choice]}

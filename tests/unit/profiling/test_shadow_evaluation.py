@@ -55,14 +55,12 @@ class Evaluated:
             self.evaluation.offer(decision(tier), tier, MESSAGES)
 
     def checked(self, tier: TierName = FAST) -> int:
-        """Return how many chats were checked on a tier."""
         found = self.evaluation.drifts.get((CHAT, tier))
         return found.checked if found is not None else 0
 
 
 @asynccontextmanager
 async def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float = 1.0) -> AsyncIterator[Evaluated]:
-    """Serve the engines, and look for quiet all the time."""
     monkeypatch.setattr(module, "LOOK_S", 0.001)
     engines = {tier: Behaviour() for tier in STANDARD_TIERS}
     settings = load_settings(None, {"policy": {"profiles": str(tmp_path)}})

@@ -74,7 +74,6 @@ class Doorway:
         return sent[0]["status"], named, b"".join(message["body"] for message in sent[1:])
 
     async def problem(self, *args: str, **headers: str) -> str:
-        """Return the type of the problem that is answered."""
         _, _, body = await self.ask(*args, **headers)
         kind: str = json.loads(body)["type"]
         return kind.removeprefix("urn:qarr:problem:")

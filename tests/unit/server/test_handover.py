@@ -52,7 +52,6 @@ class Routers:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self, *more: str, **settings: str) -> asyncio.subprocess.Process:
-        """Start a router and wait until it is up."""
         process = await self.begin(*more, **settings)
         await self.is_up(process)
         return process
@@ -101,8 +100,6 @@ async def routers(tmp_path: Path) -> AsyncIterator[Routers]:
 
 
 def a_stream(url: str, **body: Any) -> asyncio.Task[httpx.Response]:
-    """Begin one streamed answer on a connection of its own."""
-
     async def ask() -> httpx.Response:
         async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
             return await client.post(f"{url}/generate", json={"prompt": "hi", **body})

@@ -31,7 +31,6 @@ PIECE = "x" * 100_000
 
 
 def request(path: str, body: dict[str, Any] | bytes, *headers: str) -> bytes:
-    """Return a request as it goes over the wire."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(raw)}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + raw

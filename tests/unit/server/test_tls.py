@@ -37,7 +37,6 @@ def settings_of(files: Files, **more: Any) -> TlsSettings:
 
 
 def variables(files: Files, authority: Authority) -> dict[str, str]:
-    """Return the settings of a router, and of commands beside it."""
     return {
         "QARR_TLS__CERTIFICATE": str(files.certificate),
         "QARR_TLS__KEY": str(files.key),
@@ -46,7 +45,6 @@ def variables(files: Files, authority: Authority) -> dict[str, str]:
 
 
 def serial(port: int, authority: Authority, version: ssl.TLSVersion | None = None) -> str:
-    """Return the subject of the certificate that a new connection gets."""
     context = ssl.create_default_context(cafile=authority.ca)
     if version is not None:
         context.minimum_version = context.maximum_version = version
@@ -60,7 +58,6 @@ def serial(port: int, authority: Authority, version: ssl.TLSVersion | None = Non
 
 @asynccontextmanager
 async def secured(tmp_path: Path, authority: Authority, files: Files, **more: str) -> AsyncIterator[OwnRouter]:
-    """Run a router that serves HTTPS, and give its client the authority."""
     async with own_router(tmp_path, ca=authority.ca, **variables(files, authority), **more) as router:
         yield router
 

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.anyio
 
 
 def made(message: str, *args: object, level: int = logging.INFO, **extra: object) -> logging.LogRecord:
-    """Return a line as it is handed to the thread that writes."""
     queue: Queue[Any] = Queue()
     record = logging.getLogger("qarr.router").makeRecord("qarr.router", level, "f", 1, message, args, None, extra=extra)
     return _Queued(queue).prepare(record)
@@ -49,7 +48,6 @@ async def test_lines_of_a_request_carry_its_ids() -> None:
         return made("alone")
 
     def begun(work: Coroutine[Any, Any, logging.LogRecord]) -> asyncio.Task[logging.LogRecord]:
-        """Start work as if nothing had run in this process before."""
         return asyncio.get_running_loop().create_task(work, context=Context())
 
     first, second, alone = await asyncio.gather(begun(request("1")), begun(request("2")), begun(other()))

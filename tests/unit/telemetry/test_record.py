@@ -37,7 +37,6 @@ async def get(stack: Stack, path: str) -> Any:
 
 
 async def record_of(stack: Stack, answer: httpx.Response) -> dict[str, Any]:
-    """Return an answer's record, as soon as there is one."""
     async with asyncio.timeout(20):
         while True:
             for record in (await get(stack, "/requests"))["requests"]:
@@ -399,7 +398,6 @@ async def test_a_resumable_stream_that_fails_late_is_kept_too(tmp_path: Path) ->
 
 
 async def test_where_no_request_is_kept_no_trace_is(tmp_path: Path) -> None:
-    """Answers still have their ids."""
     async with router_stack(tmp_path, {"telemetry": {"recent_requests": 0}}) as stack:
         assert len((await stack.generate()).headers["x-qarr-trace-id"]) == 32
         assert (await get(stack, "/traces"))["traces"] == []

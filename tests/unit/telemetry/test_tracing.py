@@ -169,7 +169,6 @@ def test_a_callers_trace_is_continued_where_it_is_one(parent: str, *, kept: bool
 
 
 def test_the_servers_trace_goes_before_the_headers() -> None:
-    """Its span has read them already."""
     made, _, provider = telemetry()
     with server_span(provider) as span:
         _, trace_id = made.request_ids({b"traceparent": f"00-{'a' * 32}-{'b' * 16}-01".encode()})
@@ -270,7 +269,6 @@ def test_an_attempt_after_the_server_span_has_ended_is_still_traced() -> None:
 
 
 def ended(prompt: str = "", **fields: Any) -> RequestRecord:
-    """Return the record of a request with its journey."""
     return record(**fields, journey=Journey(1.0, 1.0, 1.001, 1.002, prompt))
 
 
@@ -316,7 +314,6 @@ def test_a_decision_is_told_with_what_it_expects() -> None:
 
 
 def test_a_refusal_has_no_tier() -> None:
-    """It has the reason's code instead."""
     made, exporter, provider = telemetry()
     with server_span(provider):
         refused = decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaState.FAILED)), TABLE)
@@ -341,7 +338,6 @@ def test_a_live_check_is_a_trace_of_its_own() -> None:
 
 
 def test_the_callers_key_is_on_the_server_span() -> None:
-    """Callers without one leave it out."""
     for key in ("k1", ""):
         made, exporter, provider = telemetry()
         with server_span(provider):

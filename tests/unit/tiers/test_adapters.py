@@ -70,7 +70,6 @@ async def test_adapters_are_loaded_and_requests_for_them_name_them(tmp_path: Pat
 
 
 async def test_what_an_engine_lost_in_a_restart_is_loaded_again(tmp_path: Path) -> None:
-    """Before it gets requests."""
     async with router_stack(tmp_path) as stack:
         await load(stack, "support", "/x", [FAST])
         engine, (replica,) = stack.engines[FAST], [r for r in stack.fleet.replicas if r.spec.name is FAST]

@@ -48,12 +48,10 @@ def sent(fleet: Fleet, prefix: Prefix | None, prompt_tokens: int = 0, max_tokens
 
 
 def held(fleet: Fleet, prefix: Prefix | None) -> list[int | None]:
-    """Return what each replica holds of a prompt, by a snapshot."""
     return [replica.cached_tokens for replica in fleet.snapshot(prefix=prefix).tiers[0].replicas]
 
 
 def next_for(fleet: Fleet, prefix: Prefix) -> ReplicaSnapshot | None:
-    """Return the replica that would take a prompt, by a snapshot."""
     snapshot = fleet.snapshot(prefix=prefix)
     tier = snapshot.tiers[0]
     return tier.next(tier.ask(int(prefix.ends[-1][1]), 10, 1, snapshot))
@@ -104,7 +102,6 @@ def test_whole_blocks_of_the_engine_count_and_never_the_whole_prompt() -> None:
 
 @pytest.mark.parametrize("state", [ReplicaState.STARTING, ReplicaState.FAILED, ReplicaState.UNREACHABLE])
 def test_a_replica_that_restarts_holds_nothing(state: ReplicaState) -> None:
-    """Draining is no restart."""
     fleet = make_fleet(1)
     replica = fleet.replicas[0]
     sent(fleet, chat(4)).release()
@@ -117,7 +114,6 @@ def test_a_replica_that_restarts_holds_nothing(state: ReplicaState) -> None:
 
 
 def test_an_engine_elsewhere_that_restarts_between_two_readings_holds_nothing() -> None:
-    """Its counters begin anew."""
     fleet = make_fleet(1)
     replica = fleet.replicas[0]
     read, again, anew = (Gauges(0, 0, 0.0, cache_queries=count) for count in (900, 900, 50))
@@ -130,7 +126,6 @@ def test_an_engine_elsewhere_that_restarts_between_two_readings_holds_nothing() 
 
 
 def test_a_prompt_that_an_engine_failed_is_not_remembered() -> None:
-    """What was held before still is."""
     fleet = make_fleet(1)
     sent(fleet, chat(2)).release()
     with sent(fleet, chat(4)) as lease:

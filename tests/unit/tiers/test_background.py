@@ -66,7 +66,6 @@ async def test_a_cancellation_of_something_else_does_not_end_it(monkeypatch: pyt
 
 
 async def test_work_that_returns_is_over() -> None:
-    """It is not started again."""
     runs = []
 
     async def once() -> None:

@@ -137,7 +137,6 @@ def test_an_older_probe_that_is_given_up_frees_no_way() -> None:
 
 
 def test_a_new_process_begins_with_a_closed_breaker() -> None:
-    """Pauses begin anew as well."""
     breaker = opened()
     breaker.failed(1.0, probe=breaker.begin(1.0))
     breaker.reset()

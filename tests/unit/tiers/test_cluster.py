@@ -107,7 +107,6 @@ class Running:
         return found
 
     async def until(self, true: Callable[[], bool]) -> None:
-        """Wait until something is so, while the runner runs."""
         while not true():
             assert not self.task.done(), self.task.exception()
             await asyncio.sleep(0.02)

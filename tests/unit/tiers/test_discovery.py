@@ -50,7 +50,6 @@ def states(supervisor: Supervisor) -> list[str]:
 
 
 def reasons(supervisor: Supervisor) -> list[str]:
-    """Return what ``GET /health`` says of where engines are named."""
     fleet = supervisor.fleet
     found: list[str] = health_of(fleet.snapshot(), fleet.notes.values(), serves=True)["reasons"]
     return [reason for reason in found if "stay" in reason]

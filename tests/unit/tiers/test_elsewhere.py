@@ -76,7 +76,6 @@ async def test_replicas_that_differ_in_precision_are_told(tmp_path: Path, caplog
 async def test_an_engine_that_cannot_say_differs_from_one_that_can(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In whichever order they become alive."""
     caplog.set_level(logging.WARNING, "qarr.tiers")
     late = Behaviour(alive=False)
     async with elsewhere(tmp_path, Behaviour(root="made/fast"), late, ready=1) as watched:
@@ -123,7 +122,6 @@ async def test_an_engine_that_serves_something_else_is_checked_again(
 
 
 def canary_of(tmp_path: Path) -> Canary:
-    """Return a canary with a file of its own."""
     return Canary(tmp_path / "canary.json", "this machine")
 
 
@@ -139,7 +137,6 @@ async def replaced(watched: Supervisor, behaviour: Behaviour, **fields: Any) -> 
 
 
 async def operated(watched: Supervisor, kind: Kind, replica: str = "fast-0") -> Operation:
-    """Begin an operation, and wait for its end."""
     operation = watched.operations.begin(kind, replica)
     await until(lambda: operation.state != "running")
     return operation

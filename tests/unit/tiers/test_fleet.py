@@ -72,7 +72,6 @@ def test_counters_return_to_zero_on_every_path() -> None:
 
 @pytest.mark.parametrize("state", [s for s in ReplicaState if s is not ReplicaState.READY])
 def test_only_ready_replicas_are_leased(state: ReplicaState) -> None:
-    """Every other state gets no traffic."""
     fleet = make_fleet(replicas=1)
     fleet.replicas[0].mark(state)
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
@@ -289,7 +288,6 @@ def ready(fleet: Fleet) -> Replica:
 def taker(
     fleet: Fleet, prompt_tokens: int, output_tokens: int, sequences: int = 1, reserved: Collection[str] = ()
 ) -> ReplicaSnapshot | None:
-    """Return the replica that would take a request, by a snapshot."""
     snapshot = fleet.snapshot(reserved)
     tier = snapshot.tiers[0]
     return tier.next(tier.ask(prompt_tokens, output_tokens, sequences, snapshot))
@@ -599,7 +597,6 @@ def test_templates_add_tokens_for_each_message(messages: int, tokens: int, with_
 
 
 def test_of_two_templates_the_larger_figures_count() -> None:
-    """Prompts must fit on every engine."""
     fleet = make_fleet(replicas=0)
     fleet.note_template(TemplateTokens(5, 20, 1))
     fleet.note_template(TemplateTokens(6, 10, 1))

@@ -29,7 +29,6 @@ PROFILE = SpeedModel(10.0, 0.1, 5.0, profiled=True)
 
 @asynccontextmanager
 async def measured(behaviour: Behaviour) -> AsyncIterator[tuple[Fleet, IdleSpeed]]:
-    """Run one engine with a ready replica of each of two tiers."""
     specs = TierSpec(FAST, 2048, 16, 32), TierSpec(PRECISE, 2048, 16, 32)
     fleet = Fleet(specs)
     async with serving(FakeEngine(behaviour).app) as url, httpx.AsyncClient(trust_env=False) as client:

@@ -277,7 +277,6 @@ class Control:
 
 
 def operations(options: OperationOptions | None = None) -> tuple[Fleet, Operations]:
-    """Return operations on one ready replica that runs elsewhere."""
     spec = TierSpec(TierName.FAST, 2048, 16, 32)
     fleet = Fleet((spec,))
     fleet.add(Replica("fast-0", spec, "u", "", "m", state=READY))

@@ -45,5 +45,4 @@ def test_the_template_tells_the_parsers(tmp_path: Path, family: str, where: str)
 
 @pytest.mark.parametrize("given", [("--tool-call-parser", "xlam"), ("--tool_call_parser=xlam",)])
 def test_a_parser_that_a_person_gave_counts(tmp_path: Path, given: tuple[str, ...]) -> None:
-    """Nothing is added to it."""
     assert parser_args(tmp_path, given) == ()

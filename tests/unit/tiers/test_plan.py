@@ -162,7 +162,6 @@ def test_the_text_part_of_a_multimodal_model_counts(tmp_path: Path) -> None:
 
 
 def test_without_tiers_there_is_nothing_to_share() -> None:
-    """All engines run elsewhere."""
     assert make_plan(Machine((0,), 0, ()), []).shares == ()
 
 

@@ -27,7 +27,6 @@ def quantized(method: str, **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("tier", STANDARD_TIERS)
 def test_what_is_made_for_a_tier_says_so_itself(tmp_path: Path, tier: TierName) -> None:
-    """Whatever the folder is called."""
     assert checkpoint_precision(tier_folder(tmp_path / "any name", tier)) == PRECISIONS[tier]
 
 
@@ -75,7 +74,6 @@ def test_layers_that_differ_are_all_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("recipe", "precision"), [(AWQ_RECIPE, "awq-int4"), ("GPTQModifier:\n", "gptq-int4")])
 def test_how_integer_weights_were_found_is_in_the_recipe(tmp_path: Path, recipe: str, precision: str) -> None:
-    """compressed-tensors packs AWQ and GPTQ alike."""
     assert checkpoint_precision(model_folder(tmp_path, compressed("int", 4), recipe)) == precision
 
 

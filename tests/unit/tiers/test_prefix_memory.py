@@ -49,7 +49,6 @@ def test_prompts_share_the_blocks_that_their_texts_share(shared: list[str], one:
 
 
 def test_a_prompt_shorter_than_a_block_has_no_prefix() -> None:
-    """One byte more, and it has."""
     assert Prefix.of([Part("x" * (BLOCK_BYTES - 1), 9)]) is None
     assert Prefix.of([]) is None
     assert len(prefix("x" * BLOCK_BYTES).blocks) == 1
@@ -122,7 +121,6 @@ def test_a_block_is_never_kept_without_those_before_it(sent: list[tuple[int, int
 
 
 def test_what_an_engine_has_evicted_is_forgotten_with_all_that_is_older() -> None:
-    """What was used later is kept."""
     memory = PrefixMemory()
     old, found_missing, young = (prefix(blocks(2, name)) for name in "abc")
     for sent in (old, found_missing, young):

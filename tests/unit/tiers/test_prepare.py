@@ -47,7 +47,6 @@ def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def options(tmp_path: Path) -> PrepareOptions:
-    """Return options with a BF16 model and the fake quantizer."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(fake.__file__)} "$@"\n')
     python.chmod(0o755)

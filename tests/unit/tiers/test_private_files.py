@@ -29,7 +29,6 @@ def test_new_files_and_folders_are_private(tmp_path: Path) -> None:
 
 
 def test_a_file_that_all_could_read_becomes_private(tmp_path: Path) -> None:
-    """Its content stays."""
     path = tmp_path / "log"
     path.write_text("old ")
     path.chmod(0o644)

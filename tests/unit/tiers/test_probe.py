@@ -209,7 +209,6 @@ async def test_a_generation_of_one_token_has_no_time_between_tokens() -> None:
 
 
 async def test_a_stream_cut_at_any_byte_is_read_the_same() -> None:
-    """Events may come in any pieces."""
     stream = b'data: {"choices": [{"delta": {"content": "a"}}]}\r\n\r\n: ping\n\ndata:[DONE]\n\ndata: {"late": 1}\n\n'
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

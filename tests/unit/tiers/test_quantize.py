@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def events() -> Callable[[], list[dict[str, Any]]]:
-    """Return a function that reads the events so far."""
     out = io.StringIO()
     reporter = Reporter(out)
 
@@ -70,5 +69,4 @@ def test_an_error_gives_standard_error_back(events: Any) -> None:
 
 
 def test_commands_are_those_that_are_asked_for() -> None:
-    """``prepare`` names them as text."""
     assert set(COMMANDS) == {"import-gguf", "fetch-hub", "bf16", "fp8", "awq"}

@@ -55,7 +55,6 @@ async def watched(
 
 
 def ids(supervisor: Supervisor, state: ReplicaState | None = READY) -> list[str]:
-    """Return the replicas in a state; None: all."""
     return [replica.id for replica in supervisor.fleet.replicas if state in {None, replica.state}]
 
 

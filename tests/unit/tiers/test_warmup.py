@@ -37,7 +37,6 @@ def test_sane_answers_pass_the_warm_up() -> None:
 
 @asynccontextmanager
 async def probing(behaviour: Behaviour) -> AsyncIterator[EngineProbe]:
-    """Run an engine; yield a probe of it."""
     async with serving(FakeEngine(behaviour).app) as url, httpx.AsyncClient(trust_env=False) as client:
         yield EngineProbe(client, url, "")
 

@@ -245,7 +245,6 @@ async def test_an_engine_that_answers_the_watchdog_does_not_hang(
 
 
 def test_nothing_is_looked_at_where_it_is_switched_off() -> None:
-    """However slow, however long."""
     wear, counters = Wear(WatchdogOptions(slow_factor=0, slow_s=0)), Counters()
     for now in range(30):
         counters = _later(counters, 20, float(now))

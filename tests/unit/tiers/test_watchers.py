@@ -38,7 +38,6 @@ NO_NUMBER = GAUGES.format("NaN", 0)
 async def watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: Behaviour, fleet_type: type[Fleet] = Fleet
 ) -> AsyncIterator[tuple[Replica, Supervisor]]:
-    """Watch an engine given by URL, at short intervals."""
     monkeypatch.setattr("tiers.lifecycle.supervisor.POLL_S", 0.02)
     monkeypatch.setattr("tiers.lifecycle.supervisor.ELSEWHERE_PAUSE_S", 0.02)
     async with serving(FakeEngine(behaviour).app) as url:

@@ -34,7 +34,6 @@ PLAIN = b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
 
 
 def relay(*, streamed: bool = False) -> RelayRequest:
-    """Return a request whose answer no other engine may continue."""
     document = JsonObject.parse(to_json({"messages": [], "max_tokens": 9, "stream": streamed}))
     return RelayRequest(document, "/v1/chat/completions", "chat", "w1", streamed, priority=None, wants_usage=False)
 

@@ -21,7 +21,6 @@ LARGE = "x" * (1 << 20)
 
 
 async def ask(stack: UpstreamStack) -> httpx.Response:
-    """Return an answer of an engine whose body is not read yet."""
     replica = stack.fleet.replicas[0]
     return await stack.upstream._transport.handle_async_request(
         httpx.Request("POST", replica.url + PATH, content=b"{}")

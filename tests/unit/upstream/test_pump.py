@@ -30,7 +30,6 @@ OPENED = (
 
 
 def chat(text: str, ids: str = "[7]", finish: str = "null") -> bytes:
-    """Return an event of a chat as vLLM writes it."""
     return (
         'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,"delta":'
         f'{{"content":"{text}"}},"logprobs":null,"finish_reason":{finish},"token_ids":{ids}}}]}}'
@@ -38,7 +37,6 @@ def chat(text: str, ids: str = "[7]", finish: str = "null") -> bytes:
 
 
 def completion(text: str, ids: str = "[7]") -> bytes:
-    """Return an event of a completion as vLLM writes it."""
     return (
         'data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":[{"index":0,'
         f'"text":"{text}","logprobs":null,"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,"token_ids":{ids}}}]}}'

@@ -20,7 +20,6 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n"
 
 
 def answering(limit_s: float) -> Connection:
-    """Return a connection on which a body is coming."""
     connection, _ = connection_with_request()
     connection.data_received(HEAD)
     connection.read_timeout_s = limit_s

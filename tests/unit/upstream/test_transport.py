@@ -60,7 +60,6 @@ class Wire(asyncio.Transport):
 
 
 def connection_with_request(*, head_only: bool = False) -> tuple[Connection, Wire]:
-    """Return a connection on which a request was sent, and its wire."""
     wire, connection = Wire(), Connection(("http", "engine", 80), lambda _: None)
     connection.connection_made(wire)
     connection.send(b"GET / HTTP/1.1\r\n\r\n", head_only=head_only)
@@ -334,7 +333,6 @@ async def text_of(response: httpx.Response) -> bytes:
 
 @asynccontextmanager
 async def transport(max_requests: int = 0) -> AsyncIterator[EngineTransport]:
-    """Run a transport; nothing may be at work at its end."""
     made = EngineTransport(max_requests)
     try:
         yield made
@@ -344,7 +342,6 @@ async def transport(max_requests: int = 0) -> AsyncIterator[EngineTransport]:
 
 
 async def test_a_request_is_sent_as_it_is() -> None:
-    """Method, path, query, headers, body."""
     async with engine_with(answers(PLAIN)) as engine, transport() as made:
         response = await made.handle_async_request(post(engine.url, b"body"))
         assert response.status_code == 200

@@ -52,7 +52,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def asked_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """Serve a hub, with an empty cache."""
     with Hub() as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("HF_ENDPOINT", server.url)
@@ -64,7 +63,6 @@ def asked_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def test_a_file_or_a_folder(tmp_path: Path, asked_hub: Hub) -> None:
-    """Nothing is asked of the hub."""
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 7}))
     assert find_config(str(tmp_path)) == find_config(str(tmp_path / "config.json")) == {"hidden_size": 7}
     assert asked_hub.asked == []

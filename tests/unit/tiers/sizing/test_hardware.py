@@ -30,7 +30,6 @@ def test_gpus_are_named_as_people_and_drivers_do(text: str, kind: str, count: in
 
 @pytest.mark.parametrize("text", ["", "2x", "0xH100", "TPU", "-1xH100", "2xH100x2"])
 def test_unknown_gpus_are_refused(text: str) -> None:
-    """The text says what is known."""
     with pytest.raises(PlanError, match=r"known are .*H100|at least one GPU"):
         parse_gpus(text)
 
