@@ -7,12 +7,12 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from playwright.async_api import expect
+from playwright.async_api import Error, expect
 
 from router.auth.api_keys import add_key
 from tests.browser.line import Line
 from tests.browser.made_up import ANSWER, measured
-from tests.fakes.engine import Behaviour
+from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.unit.first_up import first_up
 from tests.unit.measuring_router import engines, measuring_router
 from tests.unit.router_stack import router_stack
@@ -276,6 +276,29 @@ async def test_an_engine_goes_away_and_comes_back(tmp_path: Path, opened: Opened
         stack.engines[BALANCED].alive = True
         await expect(state).to_have_text("✓ ready")
         await expect(page).to_have_title("QARR")
+
+
+async def test_a_page_of_an_allowed_origin_chats(tmp_path: Path, opened: Opened) -> None:
+    """A front-end of its own address, with a key: a streamed chat with its headers, an error, and nothing without leave."""
+    ask = """async ([url, key, body]) => {
+        const headers = {"content-type": "application/json", authorization: `Bearer ${key}`};
+        const answer = await fetch(`${url}/v1/chat/completions`, {method: "POST", headers, body: JSON.stringify(body)});
+        return [answer.status, answer.headers.get("x-qarr-tier"), await answer.text()];
+    }"""
+    chat = {"model": "fast", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    key = add_key(tmp_path / "keys.json", "page")[0]
+    async with serving_all(FakeEngine().app, FakeEngine().app) as (allowed, other):
+        server = {"cors_origins": [allowed]}
+        settings = {"server": server, "auth": {"keys_file": str(tmp_path / "keys.json")}}
+        async with router_stack(tmp_path, settings) as stack:
+            async with opened(f"{allowed}/v1/models", expected=("404",)) as page:
+                status, served_by, text = await page.evaluate(ask, [stack.url, key, chat])
+                assert (status, served_by, text.endswith("data: [DONE]\n\n")) == (200, "fast", True)
+                status, _, text = await page.evaluate(ask, [stack.url, key, {**chat, "model": "none"}])
+                assert (status, "model_not_found" in text) == (404, True)
+            async with opened(f"{other}/v1/models", expected=("CORS", "ERR_FAILED", "404")) as page:
+                with pytest.raises(Error, match="Failed to fetch"):
+                    await page.evaluate(ask, [stack.url, key, chat])
 
 
 async def test_a_lost_connection_shows_and_mends(tmp_path: Path, opened: Opened) -> None:

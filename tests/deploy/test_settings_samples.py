@@ -31,7 +31,6 @@ def test_samples_are_settings(path: Path) -> None:
 
 
 def test_every_sample_is_there() -> None:
-    """One GPU, several routers with Redis, a laptop."""
     assert [path.stem for path in SAMPLES] == ["laptop", "routers-redis", "single-gpu"]
 
 

@@ -47,7 +47,6 @@ def test_each_tier_streams_the_right_answer(up: Up, tier: TierName) -> None:
 
 
 def test_greeting_goes_to_fast_and_code_does_not(up: Up) -> None:
-    """Without a hint the prompt's class decides."""
     assert up.generate(prompt="hi").headers["x-qarr-tier"] == "fast"
     code = up.generate(prompt="Write a Python function that reverses a linked list.", max_tokens=4)
     assert code.headers["x-qarr-tier"] in {"balanced", "precise"}

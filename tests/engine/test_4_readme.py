@@ -72,7 +72,6 @@ def test_make_targets_exist() -> None:
 
 
 def test_the_sdk_example_answers(up: Up) -> None:
-    """The README's Python example runs as it stands."""
     found = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
     assert len(found) == 1
     code = found[0].replace("http://localhost:8080", up.url)

@@ -322,7 +322,6 @@ def named_stream(events: list[str]) -> list[str]:
 
 
 def test_tokenize_and_detokenize(engine: Side, router: Side) -> None:
-    """Tokens of texts and of chats, and back."""
     for body in ({"prompt": "Grüße, 世界!"}, {"messages": QUESTION}):
         direct, routed = engine.post("/tokenize", **body), router.post("/tokenize", **body)
         assert routed.json()["tokens"] == direct.json()["tokens"]

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anthropic
+import httpx
 import openai
 import pytest
+from langchain_core.messages import ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
@@ -265,6 +267,38 @@ def test_langchain(up: Up) -> None:
     assert any(piece.usage_metadata for piece in pieces)
     place = model.with_structured_output(Place, method="json_schema").invoke("What is the capital of France?")
     assert isinstance(place, Place)
+    talk: list[Any] = [("user", "Weather in Paris?")]
+    for choice in ("any", None):  # an agent's loop: the second turn is left to the model, as frameworks do by default
+        answer = model.bind_tools([TOOL], tool_choice=choice).invoke(talk)
+        assert answer.tool_calls or choice is None
+        talk += [answer, *(ToolMessage("sunny", tool_call_id=call["id"]) for call in answer.tool_calls)]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_tools_that_are_only_offered(up: Up, stream: bool) -> None:  # noqa: FBT001
+    """As chat front-ends and agents send them with their first message: engines started here have a parser for them."""
+    for path, body, tool in (
+        ("chat/completions", {"messages": QUESTION}, TOOL),
+        ("messages", {"messages": QUESTION, "max_tokens": 9}, {"name": "weather", "input_schema": SCHEMA}),
+        ("responses", {"input": "hi"}, {"type": "function", "name": "weather", "parameters": SCHEMA}),
+    ):
+        for tier in ("fast", "balanced", "precise"):
+            asked = {"model": tier, "stream": stream, "tools": [tool], **body}
+            answer = httpx.post(f"{up.url}/v1/{path}", json=asked, timeout=120)
+            assert answer.status_code == 200, answer.text
+
+
+def test_the_jdks_client(up: Up) -> None:
+    """Java's HttpClient with its defaults: whole and streamed answers, and a body in gzip."""
+    client = Path(__file__).resolve().parents[1] / "clients/java/Client.java"
+    done = subprocess.run(
+        [_program("java"), str(client), up.url], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    whole, *events, packed = filter(None, done.stdout.splitlines())
+    assert whole.startswith("200 {")
+    assert (events[0].startswith("200 data: {"), events[-1]) == (True, "data: [DONE]")
+    assert json.loads(packed)["choices"] == json.loads(whole[4:])["choices"]
 
 
 def test_the_node_sdk(up: Up, tmp_path: Path) -> None:
@@ -316,7 +350,6 @@ def test_the_documents_python(up: Up, document: str) -> None:
 
 
 def test_the_documents_javascript(up: Up) -> None:
-    """The JavaScript in docs/openai.md runs as it stands."""
     code = _blocks("js")[0].replace("http://localhost:8080", up.url)
     script = _node_project() / "document.mjs"
     script.write_text(code)

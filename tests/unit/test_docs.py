@@ -132,7 +132,6 @@ def test_prose_is_narrow(document: Path) -> None:
 
 @pytest.mark.parametrize(("name", "words"), [("README.md", 900), ("ARCHITECTURE.md", 1200)])
 def test_the_first_documents_are_short(name: str, words: int) -> None:
-    """What everybody reads first is read in minutes."""
     assert len((ROOT / name).read_text("utf-8").split()) <= words
 
 

@@ -143,7 +143,6 @@ def test_addresses_that_can_be_used(tmp_path: Path) -> None:
 
 
 def test_missing_file_is_an_error(tmp_path: Path) -> None:
-    """A file that was named must be there."""
     with pytest.raises(SettingsError, match="No such file"):
         load_settings(tmp_path / "none.toml")
 
@@ -178,7 +177,6 @@ def test_what_kubernetes_sets_for_a_service_is_no_setting(
 
 
 def test_the_command_line_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Highest first: command line, environment, file, defaults."""
     file = tmp_path / "qarr.toml"
     file.write_text("[server]\nport = 1\nmax_body_bytes = 5000\n[limits]\nmax_tokens = 7\n")
     monkeypatch.setenv("QARR_SERVER__PORT", "2")
@@ -199,7 +197,6 @@ def test_the_file_may_come_from_a_variable(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_every_mistake_is_named_at_once(tmp_path: Path) -> None:
-    """One line for each, with what was given."""
     file = tmp_path / "qarr.toml"
     file.write_text("[server]\nport = -1\nprot = 2\n[policy]\nnegligible_loss = 'high'\n")
     with pytest.raises(SettingsError) as caught:
@@ -276,7 +273,6 @@ def test_the_table_names_folders_and_no_paths() -> None:
 
 
 def test_the_schema_allows_what_the_settings_allow() -> None:
-    """Sections are closed, and bounds are in it."""
     found = schema()
     server = found["$defs"]["ServerSettings"]
     assert server["additionalProperties"] is False
@@ -286,7 +282,6 @@ def test_the_schema_allows_what_the_settings_allow() -> None:
 
 @pytest.mark.parametrize("value", ["2", "-0.1", '"balanced"', '{ like = "precise" }'])
 def test_a_wrong_loss_budget_says_what_is_allowed(tmp_path: Path, value: str) -> None:
-    """Once, whichever of the two forms was meant."""
     path = tmp_path / "qarr.toml"
     path.write_text(f"[policy]\nloss_budget = {value}\n")
     with pytest.raises(SettingsError) as caught:

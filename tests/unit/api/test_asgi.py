@@ -97,7 +97,6 @@ class LeavingClient:
 
 
 async def test_a_task_is_cancelled_when_its_client_leaves() -> None:
-    """The present task, until its request has ended."""
     scope, client = scope_with(), LeavingClient()
     scope[CLIENT] = client
     cancel_on_disconnect(scope)

@@ -127,7 +127,6 @@ async def test_every_wrong_field_is_listed(tmp_path: Path) -> None:
 
 
 async def test_limits_are_inclusive(tmp_path: Path) -> None:
-    """16,000 characters and 5,000 words are allowed."""
     async with router_stack(tmp_path) as stack:
         for prompt in ("a" * 16_000, "a " * 5_000):
             answer = await stack.client.post(f"{stack.url}/route", json={"prompt": prompt, "max_tokens": 1})
@@ -206,7 +205,6 @@ def test_only_streams_can_be_resumed(stream: str, right: bool) -> None:  # noqa:
 
 
 def test_a_field_that_is_not_known_is_told_its_neighbours() -> None:
-    """Those of the object that it is in."""
     with pytest.raises(InvalidBody) as error:
         parse_generate(b'{"prompt": "hi", "sla": {"ttft": 1}, "temprature": 1}', STANDARD_RULES)
     allowed = {problem.field: problem.allowed for problem in error.value.problems}

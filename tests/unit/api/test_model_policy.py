@@ -58,7 +58,6 @@ async def test_under_load_the_named_tier_answers_or_nothing_does(tmp_path: Path,
 
 
 async def test_a_preferred_tier_gives_way_under_load(tmp_path: Path) -> None:
-    """With the header the others help out."""
     answers = await forty_five(tmp_path, PREFER, stream=False)
     assert {a.headers["x-qarr-tier"] for a in answers if a.status_code == 200} > {"fast"}
 

@@ -58,14 +58,12 @@ def test_without_a_name_it_is_auto(body: dict[str, Any]) -> None:
 
 
 def test_an_adapters_name_stands_for_it_on_any_tier() -> None:
-    """An alias of the same name goes before."""
     assert resolve(asked(model="support"), SETTINGS, FLEET) == Choice("auto", "support")
     assert resolve(asked(model="support"), OpenAISettings(aliases={"support": "fast"}), FLEET) == Choice("fast")
 
 
 @pytest.mark.parametrize("name", ["FAST", "fast ", "gpt-5", 7, True, ["fast"], {"fast": 1}])
 def test_other_names_are_unknown(name: Any) -> None:
-    """A 404 that lists the names there are."""
     with pytest.raises(UnknownModel) as error:
         resolve(asked(model=name), SETTINGS, FLEET)
     problem = describe(error.value)

@@ -33,7 +33,6 @@ def test_anthropics_paths(path: str) -> None:
 
 @pytest.mark.parametrize("path", [RESPONSES, "/v1/responses/resp_1", "/v1/responses/resp_1/cancel"])
 def test_paths_of_responses(path: str) -> None:
-    """Their streams have events with names, errors included."""
     assert error_form(path) is ErrorForm.RESPONSES
 
 

@@ -96,7 +96,6 @@ def test_when_budgets_renew(date: tuple[int, int, int], day: str, month: str) ->
 
 
 async def test_a_charge_is_at_most_what_was_reserved() -> None:
-    """So no budget is exceeded, whatever failover adds."""
     who = caller(engine_seconds_per_day=10e-6)
     async with spending(MemoryLedger()) as spends:
         grant = await enters(spends, who, 10)

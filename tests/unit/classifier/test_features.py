@@ -147,7 +147,6 @@ def test_any_text_is_read(text: str) -> None:
 @settings(deadline=None)
 @given(st.text("(){}[]<>=:;.,_`'\"#$%^&*\\|/-+ \n\tabX019", max_size=400))
 def test_any_punctuation_is_read(text: str) -> None:
-    """No mixture of the marks of code raises."""
     assert read(text) == read(text)
 
 

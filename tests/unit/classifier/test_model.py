@@ -157,7 +157,6 @@ def test_threads_share_a_model() -> None:
 @settings(deadline=None)
 @given(TEXT)
 def test_any_text_is_explained(text: str) -> None:
-    """No text raises, and the weightiest comes first."""
     for pieces in explain(text).values():
         weights = [abs(weight) for _, weight in pieces]
         assert weights == sorted(weights, reverse=True)

@@ -68,7 +68,6 @@ def test_since_an_age_or_a_date(folder: Path, since: str, count: int) -> None:
 
 @pytest.mark.parametrize("since", ["soon", "10", "10w", "25:00", "2026-13-01", "m"])
 def test_other_times_are_errors(folder: Path, since: str) -> None:
-    """The text has the forms that are allowed."""
     done = qarr("logs", "--since", since)
     assert isinstance(done.exception, OperationError)
     assert "give an age" in str(done.exception)
@@ -89,7 +88,6 @@ def test_the_level_is_the_lowest_shown(folder: Path) -> None:
 
 
 def test_targets_that_are_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The logs that there are are named."""
     assert str(qarr("logs", "fast").exception).endswith("there is: router-8080")
     monkeypatch.setenv("QARR_ENGINE__LOG_DIR", str(folder / "none"))
     assert "there is no log of anything" in str(qarr("logs").exception)

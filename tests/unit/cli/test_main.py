@@ -51,7 +51,6 @@ def test_classify_jsonl(tmp_path: Path) -> None:
 
 
 def test_wrong_setting_ends_with_its_name() -> None:
-    """Status 2 and one line, no traceback."""
     done = qarr("settings", QARR_SERVER__PROT="1")
     assert done.returncode == 2
     assert "QARR_SERVER__PROT" in done.stderr
@@ -154,7 +153,6 @@ async def test_any_free_port_is_printed(tmp_path: Path) -> None:
 
 
 def test_taken_port_ends_before_anything_starts() -> None:
-    """The router's own port is checked first."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -51,7 +51,6 @@ def test_a_table_and_its_reasons() -> None:
 
 
 def test_json_has_the_same() -> None:
-    """Of each tier and of the whole."""
     found = read("--model", LLAMA, "--gpus", "2xH100", "--load", "40/s", "--prompt", "800", "--output", "250")
     assert (found["speed"], found["hardware"], found["shared"], found["available"]) == ("roofline", "H100", True, 2)
     assert [tier["tier"] for tier in found["tiers"]] == list(STANDARD_TIERS)
@@ -127,7 +126,6 @@ def test_a_model_that_is_not_here() -> None:
 
 
 def test_a_measured_profile_comes_before_the_roofline(tmp_path: Path) -> None:
-    """Its speeds are used, and it is named."""
     off = FitError(median=0.1, p95=0.2)
     fits = tuple(
         Fit(

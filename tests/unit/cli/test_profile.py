@@ -59,7 +59,6 @@ def test_fits_are_shown_as_formulas(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_progress_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """On standard error, whatever brackets it has."""
     log = _Log()
     for line in ("step [1]", "step [1]", "step [2]", "step [1]"):
         log(line)
@@ -70,7 +69,6 @@ def test_progress_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("kind", ["quality", "latency"])
 def test_without_a_router_nothing_is_written(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the address; no profile appears."""
     monkeypatch.setenv("QARR_POLICY__PROFILES", str(tmp_path))
     done = qarr("profile", kind, "--url", "http://127.0.0.1:9/")
     assert isinstance(done.exception, ProfileError)
@@ -79,7 +77,6 @@ def test_without_a_router_nothing_is_written(kind: str, tmp_path: Path, monkeypa
 
 
 def test_two_measurements_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one ends before it asks anything."""
     monkeypatch.setenv("QARR_POLICY__PROFILES", str(tmp_path))
     qarr("profile", "latency", "--url", "http://127.0.0.1:9")
     (lock,) = tmp_path.iterdir()

@@ -39,7 +39,6 @@ def test_a_file_that_cannot_be_written_is_named_by_its_setting(tmp_path: Path, k
 
 
 def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
-    """Opening it would wait for a reader."""
     os.mkfifo(tmp_path / "pipe")
     check_files(settings(telemetry={"decision_log": tmp_path / "pipe"}))
 

@@ -76,7 +76,6 @@ async def snapshot(stack: Stack) -> dict[str, Any]:
 
 
 async def test_a_new_reader_sees_the_last_requests_then_the_fleet(tmp_path: Path) -> None:
-    """Totals, and each tier's times over the window."""
     async with router_stack(tmp_path) as stack:
         first = await snapshot(stack)
         assert first["totals"]["requests"] == 0

@@ -67,7 +67,6 @@ async def test_a_chat_stays_on_its_replica(tmp_path: Path, *, streamed: bool) ->
 
 
 async def test_without_affinity_the_least_loaded_gets_every_turn(tmp_path: Path) -> None:
-    """And nothing is remembered, predicted or told."""
     async with router_stack(tmp_path, {"admission": {"affinity": False}}, twin=Behaviour()) as stack:
         first = await ask(stack, turns("a", 1))
         weigh(stack, first["replica"], 150)

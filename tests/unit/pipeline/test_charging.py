@@ -188,7 +188,6 @@ async def test_streams_and_failures_are_charged_once(tmp_path: Path) -> None:
 
 
 async def test_failover_is_charged_at_most_what_was_reserved(tmp_path: Path) -> None:
-    """The second engine's part is charged as well."""
     rights = {"ann": {"engine_seconds_per_day": PLENTY}, "ben": {"engine_seconds_per_day": PLENTY}}
     async with shop(tmp_path, rights) as at:
         await at.ask("ann", stream=True, tier="fast")
@@ -221,7 +220,6 @@ async def test_two_routers_never_exceed_a_budget(kind: str, tmp_path: Path, redi
 
 
 async def test_an_expired_key_is_a_401_that_says_so(tmp_path: Path) -> None:
-    """The text has the time of expiry."""
     async with shop(tmp_path, {"old": {"expires": datetime.now(UTC) - timedelta(hours=1)}}) as at:
         answer = await at.ask("old")
         assert (answer.status_code, answer.json()["type"]) == (401, "urn:qarr:problem:unauthorized")
@@ -229,7 +227,6 @@ async def test_an_expired_key_is_a_401_that_says_so(tmp_path: Path) -> None:
 
 
 async def test_callers_without_budgets_do_not_touch_the_ledger(tmp_path: Path) -> None:
-    """No file is opened for their requests' charges."""
     async with shop(tmp_path, {"ann": {}}) as at:
         assert (await at.ask("ann")).status_code == 200
         assert at.stacks[0].pipeline.charging.spending._keeper is None

@@ -296,7 +296,6 @@ async def test_what_is_no_answer_counts_as_a_failure(tmp_path: Path, nonsense: b
 
 
 async def test_an_address_that_nobody_has(tmp_path: Path) -> None:
-    """If nothing listens there, the refusal stands."""
     async with full(tmp_path, url="http://127.0.0.1:9/v1") as at:
         assert (await at.post("/generate", {"prompt": "hi"})).status_code == 503
         assert await at.metric("failed") == 1

@@ -80,7 +80,6 @@ def test_places_that_are_wanted_before() -> None:
 
 
 def test_who_leaves_leaves_nothing() -> None:
-    """Also when it is taken out twice."""
     lines: Lines[Entry] = Lines({})
     waiting = [entry(FAST, key=str(n % 3), due=n % 5, slots=n + 1) for n in range(20)]
     for each in waiting:

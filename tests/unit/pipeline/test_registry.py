@@ -91,7 +91,6 @@ async def test_a_record_tells_what_was_decided_and_who_served() -> None:
 
 
 async def test_a_record_has_the_precision_of_the_replica_that_served() -> None:
-    """Not of its tier, whose replicas may differ."""
     async with upstream_stack() as stack:
         stack.fleet.configure(replace(stack.fleet.spec(FAST), precision="awq-int4, unknown"))
         registry, decision = registry_of(), stack.decision(FAST)
@@ -252,7 +251,6 @@ async def test_an_observer_that_fails_keeps_nothing_from_the_others(caplog: pyte
 
 
 async def test_only_the_last_records_are_kept() -> None:
-    """All are counted; with none kept, too."""
     async with upstream_stack() as stack:
         for kept in (0, 2):
             registry = registry_of(kept)

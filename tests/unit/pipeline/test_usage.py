@@ -131,7 +131,6 @@ async def test_old_days_are_removed(tmp_path: Path) -> None:
 
 
 async def test_usage_that_cannot_be_written_is_kept(tmp_path: Path) -> None:
-    """It is written once the file can be."""
     folder, row = tmp_path / "usage", Row("2026-01-01", "k", "", "fast")
     folder.write_text("in the way")
     database = Database(folder / "usage.sqlite")

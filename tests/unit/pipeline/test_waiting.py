@@ -193,7 +193,6 @@ async def test_a_full_queue_sheds_the_least_urgent(tmp_path: Path) -> None:
 
 
 async def test_a_client_that_leaves_the_queue_leaves_nothing(tmp_path: Path) -> None:
-    """Its turn goes to the next one."""
     async with router_stack(tmp_path, narrow()) as stack:
         first = await busy(stack)
         stack.engines[FAST].delay_s = 0.5  # until the other one is there

@@ -143,7 +143,6 @@ def test_an_adapters_loss_is_not_the_models() -> None:
 
 
 def test_hint_is_taken_over_the_class() -> None:
-    """A hint beats the class in both directions."""
     assert decide(query(PromptClass.CODE, hint=FAST), fleet(), TABLE).tier is FAST
     assert decide(query(hint=PRECISE), fleet(), TABLE).tier is PRECISE
 

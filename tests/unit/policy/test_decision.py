@@ -80,7 +80,6 @@ def test_a_decision_is_a_value_although_it_explains_itself_when_asked() -> None:
 
 
 def test_a_refusal_has_reports_and_no_chosen_one() -> None:
-    """It can be raised, and says why."""
     decision = decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaState.FAILED)), TABLE)
     assert decision.chosen is None
     assert len(decision.verdicts) == 3

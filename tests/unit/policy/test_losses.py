@@ -22,7 +22,6 @@ MATH = PromptClass.MATH, COMPLEX
      ("fp6", 0.02), ("bf16", 0), ("fp16", 0), ("fp8, awq-int4", 0.11)],
 )  # fmt: skip
 def test_losses_are_published_by_precision(precision: str, expected: float) -> None:
-    """Of replicas that differ, the worst counts."""
     assert published(precision, MATH) == pytest.approx(expected)
 
 
@@ -52,7 +51,6 @@ def test_without_answers_the_published_loss_is_its_own_spread() -> None:
     ],
 )
 def test_answers_update_it_and_replace_it_where_they_contradict_it(flips: Flips, low: float, high: float) -> None:
-    """The interval narrows, and holds the mean."""
     loss = updated(0.02, flips)
     assert low <= loss.mean <= high
     assert loss.low <= loss.mean <= loss.high

@@ -55,7 +55,6 @@ def test_only_allowed_precisions_serve_and_take_over() -> None:
 
 
 def test_a_tier_of_several_precisions_needs_all_of_them_allowed() -> None:
-    """For one of its replicas may serve."""
     mixed = known(fleet(), fast="awq-int4, fp8")
     assert decide(query(precisions=frozenset({"int4"})), mixed, TABLE).refusal is Refusal.EXCLUDED
     assert decide(query(precisions=frozenset({"int4", "fp8"})), mixed, TABLE).tier is FAST
@@ -79,7 +78,6 @@ def test_a_tier_whose_precision_is_not_known_yet_may_turn_out_to_fit() -> None:
 
 
 def test_only_named_tiers_serve() -> None:
-    """With the others neither chosen nor fallbacks."""
     decision = decide(query(only=frozenset({FAST, PRECISE})), known(fleet()), TABLE)
     assert (decision.tier, decision.fallbacks) == (FAST, (PRECISE,))
     assert decision.verdicts[1].verdict == "is not among the tiers that the request allows"

@@ -80,7 +80,6 @@ def test_files_are_named_by_what_was_measured() -> None:
 
 
 def test_profiles_are_the_same_after_a_file(tmp_path: Path) -> None:
-    """Both kinds, with all that is in them."""
     path = tmp_path / "profile"
     measured = quality(counted(FAST, 8))
     path.write_text(measured.model_dump_json())
@@ -91,7 +90,6 @@ def test_profiles_are_the_same_after_a_file(tmp_path: Path) -> None:
 
 
 def test_a_profile_of_an_earlier_release_counts_tokens_and_is_measured_again(tmp_path: Path) -> None:
-    """It cannot be read as one of answers."""
     path = tmp_path / "profile"
     path.write_text(json.dumps({"version": 2, "answer_tokens": 32, "losses": []}))
     with pytest.raises(

@@ -48,7 +48,6 @@ def test_losses_have_their_interval_and_what_they_rest_on() -> None:
 
 
 def test_confidence_is_rounded_and_signals_are_a_list() -> None:
-    """Of the features as of the decision."""
     asked = query(confidence=0.123456)
     asked = replace(asked, features=replace(asked.features, signals=("a", "b"), language="de"))
     rendered = render_decision(decide(asked, fleet(), TABLE))

@@ -130,7 +130,6 @@ async def test_an_answer_that_breaks_off_is_an_error(tmp_path: Path) -> None:
 
 
 async def test_a_step_tells_whether_somebody_came(tmp_path: Path) -> None:
-    """Its own requests do not count as somebody's."""
     async with router_stack(tmp_path) as stack, connect(stack.url, "") as client:
 
         async def own() -> None:

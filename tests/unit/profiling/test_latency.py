@@ -92,7 +92,6 @@ def test_coefficients_are_never_negative(points: list[tuple[float, float]]) -> N
 
 
 def test_too_few_samples_are_an_error() -> None:
-    """One batch size says nothing of another."""
     with pytest.raises(ProfileError, match="too few samples of fast"):
         fit(FAST, [s for s in samples(0) if s.batch < 2], SEQS)
 

@@ -120,7 +120,6 @@ def test_the_prompt_of_a_chat_is_its_last_user_message() -> None:
 
 
 def test_what_cannot_be_compared_is_refused(logs: Path) -> None:
-    """With the file, the tier or the metric."""
     with pytest.raises(ProfileError, match="has no samples_"):
         imported(logs / "fast" / "nothing")
     with pytest.raises(ProfileError, match="samples of fast; give a run of precise"):

@@ -115,7 +115,6 @@ async def test_a_small_budget_leaves_long_prompts_and_large_batches_out() -> Non
 
 
 async def test_progress_ends_where_it_was_said_to_end() -> None:
-    """Steps that are left out count as done."""
     for budget_s in (math.inf, 0.0):
         seen: list[tuple[int, int]] = []
         plan = LatencyPlan(0.01, budget_s=budget_s)

@@ -116,7 +116,6 @@ async def test_the_journal_saves_what_was_judged(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_worse_and_better_answers_are_counted(tmp_path: Path) -> None:
-    """Against the reference's to the same task."""
     async with connected(tmp_path) as (stack, client):
         stack.engines[FAST].answer = ("Berlin",)
         profile = await measured(client, tmp_path, (*TASKS, task("three", NO_MATCH)))

@@ -75,7 +75,6 @@ def test_tiers_that_are_left_out_keep_their_speed(tmp_path: Path) -> None:
 
 
 def test_a_quality_profile_is_the_same_after_its_file(tmp_path: Path) -> None:
-    """One of an adapter is another file."""
     profile = QualityProfile(created=NOW, model="m", checkpoints=SERVED, tasks="made", counts=())
     path = keep_quality(tmp_path, profile)
     assert load_profile(path) == profile

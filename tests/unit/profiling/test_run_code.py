@@ -120,7 +120,6 @@ def test_nothing_is_left_of_what_is_killed(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_nothing_runs_where_the_lock_is_not_known() -> None:
-    """A kernel that says it is another machine."""
     other = "import ctypes; ctypes.CDLL(None).personality(8); from router.profiling.run_code import run; run('', '')"
     done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=False)
     assert "ProfileError: code is not run" in done.stderr

@@ -81,7 +81,6 @@ async def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: floa
 
 
 def test_drift_is_of_the_last_answers_and_of_those_that_can_be_compared() -> None:
-    """Regret is by tokens: long answers weigh more."""
     drift = Drift()
     assert (drift.differing, drift.regret) == (None, 0)
     for same, tokens, regret in ((None, 10, 5.0), (True, 20, 0.0), (False, 10, 1.0)):

@@ -157,7 +157,6 @@ async def test_a_stream_ends_with_an_error_at_the_deadline(
 
 
 async def test_a_client_that_leaves_is_counted_as_499(open_door: Doorway) -> None:
-    """Its cancellation goes on; nothing is answered."""
     open_door.stop_after = "nothing"
     asked = asyncio.create_task(open_door.ask())
     await open_door.begun.wait()

@@ -404,7 +404,6 @@ async def test_where_no_request_is_kept_no_trace_is(tmp_path: Path) -> None:
 
 
 async def test_an_answer_names_its_trace_at_the_viewer(tmp_path: Path) -> None:
-    """Where the settings say where that is."""
     url = "http://viewer.example/t/{trace_id}"
     async with router_stack(tmp_path, {"telemetry": {"trace_url": url}}) as stack:
         answer = await stack.generate()

@@ -124,7 +124,6 @@ def test_the_standard_variables_say_where_spans_go(
 def test_a_variable_that_cannot_be_used_is_named(
     variables: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In one line; the router starts without spans."""
     for name, value in {ENDPOINT: "http://c", **variables}.items():
         monkeypatch.setenv(name, value)
     made = make_telemetry("0", TelemetrySettings())
@@ -346,7 +345,6 @@ def test_the_callers_key_is_on_the_server_span() -> None:
 
 
 def test_shutting_down_exports_what_is_left() -> None:
-    """And is nothing where there are no spans."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))

@@ -23,7 +23,6 @@ ADAPTERS = "/admin/adapters"
 
 
 async def test_a_tier_offers_what_all_its_ready_replicas_have() -> None:
-    """A replica that is away does not count."""
     spec = TierSpec(FAST, 100, 1, 1)
     fleet = Fleet((spec,))
     one, two = (fleet.add(Replica(f"fast-{n}", spec, f"http://{n}", "", "m")) for n in range(2))
@@ -86,7 +85,6 @@ async def test_what_an_engine_lost_in_a_restart_is_loaded_again(tmp_path: Path) 
 
 
 async def test_what_others_load_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's own list counts, whoever changed it."""
     monkeypatch.setattr("tiers.lifecycle.supervisor.LISTED_S", 0.1)
     async with router_stack(tmp_path) as stack:
         stack.engines[BALANCED].adapters["theirs"] = "/z"

@@ -128,7 +128,6 @@ def test_of_probes_that_fail_together_one_counts() -> None:
 
 
 def test_an_older_probe_that_is_given_up_frees_no_way() -> None:
-    """The later one still holds others back."""
     breaker = opened()
     first = breaker.begin(1.0)
     breaker.begin(3.0)

@@ -129,7 +129,6 @@ def test_spans_go_where_the_launch_says(endpoint: str, insecure: str) -> None:
 
 
 def test_a_cpu_engine_sees_no_gpu() -> None:
-    """Whatever the parent's environment shows to it."""
     assert engine_environment(launch(), {"CUDA_VISIBLE_DEVICES": "0,1"})["CUDA_VISIBLE_DEVICES"] == ""
 
 

@@ -98,7 +98,6 @@ async def test_a_stated_precision_is_shown_as_stated(tmp_path: Path, caplog: pyt
 
 
 async def test_an_engine_that_was_replaced_is_asked_again(tmp_path: Path) -> None:
-    """Its precision is read whenever it becomes alive."""
     behaviour = Behaviour(root="made/fast")
     async with elsewhere(tmp_path, behaviour) as watched:
         (replica,) = watched.fleet.replicas

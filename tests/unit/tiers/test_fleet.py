@@ -518,7 +518,6 @@ def test_answers_are_noted_with_the_load_that_they_met() -> None:
 
 
 def test_the_rate_of_prompts_fades() -> None:
-    """As an exponentially weighted mean over 20 seconds."""
     replica = ready(make_fleet(replicas=1))
     replica.prompt_sent(2000, 100.0)
     replica.keep(100.0)

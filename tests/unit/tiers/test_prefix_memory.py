@@ -81,7 +81,6 @@ def test_tokens_are_those_of_the_parts() -> None:
 
 @given(st.lists(st.tuples(st.text(max_size=300), st.integers(0, 400)), min_size=1, max_size=5), st.integers(0, 50))
 def test_more_blocks_are_no_fewer_tokens(parts: list[tuple[str, int]], added: int) -> None:
-    """And never more than the prompt has."""
     made = Prefix.of([Part(*part) for part in parts], added=added)
     if made is not None:
         counts = [made.tokens(n) for n in range(len(made.blocks) + 1)]

@@ -86,7 +86,6 @@ def test_a_bf16_model_is_taken_as_published(options: PrepareOptions) -> None:
 @pytest.mark.usefixtures("orders")
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_a_model_of_another_type_is_cast(options: PrepareOptions, key: str) -> None:
-    """Its tokenizer is taken over byte for byte."""
     folder = options.store.parent / "My Model"
     (folder / "config.json").write_text(json.dumps({key: "float16"}))
     (folder / "tokenizer.json").write_text('{"b":  1, "a": 2}')
@@ -130,7 +129,6 @@ def test_layers_are_told_as_they_are_done(options: PrepareOptions, orders: Path)
 
 
 def test_a_fault_of_those_who_are_told_ends_the_quantizer(options: PrepareOptions, orders: Path) -> None:
-    """No process is left that nobody waits for."""
     (orders / "awq").write_text("1")
 
     def progress(_message: str, done: int, _total: int) -> None:
@@ -203,7 +201,6 @@ def test_a_model_of_the_hub_is_fetched_once(options: PrepareOptions) -> None:
 
 
 def test_the_default_model_is_known_by_its_file(options: PrepareOptions) -> None:
-    """Fetched before, it is not fetched again."""
     gguf = options.store / "gguf" / DEFAULT_GGUF.rpartition("/")[2]
     gguf.parent.mkdir(parents=True)
     gguf.touch()

@@ -16,7 +16,6 @@ def mode(path: Path) -> int:
 
 
 def test_new_files_and_folders_are_private(tmp_path: Path) -> None:
-    """Also below a mask that would allow everything."""
     before = os.umask(0)
     try:
         make_private_folder(tmp_path / "a" / "b")

@@ -70,7 +70,6 @@ async def test_what_is_no_answer_of_vllms(path: str, content: str, said: str) ->
 
 
 async def test_what_vllm_answers_is_read() -> None:
-    """All the same calls on a sound engine."""
     async with serving(FakeEngine().app) as url, httpx.AsyncClient() as client:
         probe = EngineProbe(client, url, "")
         assert await probe.model() == ("fake", 8192, "fake", ())

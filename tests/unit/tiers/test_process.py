@@ -62,7 +62,6 @@ async def test_engine_that_dies_is_reported_with_its_last_lines(tmp_path: Path) 
 
 
 async def test_stop_ends_the_engine_and_all_below_it(tmp_path: Path) -> None:
-    """SIGTERM first; whatever is left below, killed."""
     process = await EngineProcess.start([sys.executable, "-c", SLEEPER], os.environ, tmp_path / "e.log")
     family = await _family(process.pid, 2)
     await process.stop(2)

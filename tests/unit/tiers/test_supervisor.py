@@ -102,7 +102,6 @@ async def test_engine_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
 async def test_an_engine_that_does_not_keep_its_tiers_promise_is_refused(
     tmp_path: Path, behaviour: Behaviour, said: str
 ) -> None:
-    """HTTP 200 and healthy is not enough."""
     found = await settled(tmp_path, behaviour)
     assert said in found[ReplicaState.FAILED]
 

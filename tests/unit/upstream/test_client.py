@@ -202,7 +202,6 @@ async def test_a_whole_answer_is_passed_on_byte_by_byte() -> None:
 
 
 async def test_a_request_that_is_cancelled_holds_nothing() -> None:
-    """Before the engine has answered at all."""
     async with upstream_stack(fast=Behaviour(hung=(CHATS,))) as stack:
         request = asyncio.create_task(stack.upstream.open(stack.decision(FAST), HI))
         await until(lambda: stack.engines[FAST].held == 1)

@@ -136,7 +136,6 @@ async def rest(answer: EngineStream, _broken: EngineBroke) -> AsyncGenerator[Chu
 
 
 async def test_a_broken_answer_goes_on_with_what_others_compute() -> None:
-    """Its counts are those of all engines together."""
     async with upstream_stack(fast=Behaviour(break_after=3)) as stack:
         answer = await stack.stream()
         answer.resume = rest
@@ -224,7 +223,6 @@ async def test_a_span_tells_how_an_answer_went() -> None:
 
 
 async def test_a_refusals_words_are_not_on_the_span() -> None:
-    """An engine may quote the prompt in them."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     async with upstream_stack(telemetry=Telemetry(provider), fast=Behaviour(status=400, error="SECRET")) as stack:

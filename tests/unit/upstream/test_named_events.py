@@ -62,7 +62,6 @@ def test_what_is_read_of_a_message(data: dict[str, Any], seen: tuple[str, bool, 
     ],
 )
 def test_what_is_read_of_a_response(data: dict[str, Any], seen: tuple[str, bool]) -> None:
-    """Text and other output are told apart."""
     chunk = read_response_event(event(data).strip())
     assert (chunk.text, chunk.other, chunk.finish_reason, chunk.last) == (*seen, None, False)
 
@@ -134,7 +133,6 @@ def test_other_answers_are_none(content: bytes) -> None:
 
 
 def test_comments_are_kept() -> None:
-    """They keep connections alive, and hold nothing."""
     for read in (read_message_event, read_response_event):
         chunk = read(b": still here")
         assert (chunk.raw, chunk.data, chunk.visible) == (b": still here", None, False)

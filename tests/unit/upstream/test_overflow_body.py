@@ -34,7 +34,6 @@ def relayed(path: str = "chat/completions", *, streamed: bool = False, adapter: 
     ],
 )
 def test_parameters_of_openais_are_passed_on(given: dict[str, Any]) -> None:
-    """As they are, with the foreign server's model."""
     given = {"messages": MESSAGES, **given}
     assert relayed(**given) == {**given, "model": "foreign"}
 
@@ -75,7 +74,6 @@ def test_others_are_not_asked_elsewhere(given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("prompt", "asked"), [("hi", True), (["a", "b"], True), ([1, 2], False), ([[1], [2]], False)])
 def test_completions_of_text(prompt: Any, *, asked: bool) -> None:
-    """Prompts of token ids cannot be asked elsewhere."""
     found = relayed("completions", prompt=prompt, echo=True, suffix="x")
     assert found == ({"model": "foreign", "prompt": prompt, "echo": True, "suffix": "x"} if asked else None)
 

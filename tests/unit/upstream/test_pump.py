@@ -197,7 +197,6 @@ async def test_a_fault_comes_after_what_came_before_it() -> None:
 
 
 async def test_silence_between_plain_events_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time runs anew with each of them."""
     now = 0.0
     monkeypatch.setattr(transport, "time", SimpleNamespace(monotonic=lambda: now))
     reader = Reader()

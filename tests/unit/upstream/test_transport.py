@@ -520,8 +520,6 @@ async def test_no_connection_is_a_connect_error_that_names_the_cause() -> None:
 
 
 async def test_a_connection_that_is_not_made_in_time_is_a_connect_timeout() -> None:
-    """Here a TLS handshake that nobody answers."""
-
     async def silent(_engine: Engine, reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
         await reader.read()
 

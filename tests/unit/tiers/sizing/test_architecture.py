@@ -140,6 +140,5 @@ def test_which_layers_slide(changed: dict[str, Any], windows: list[int | None]) 
     ],
 )
 def test_what_is_not_known_is_an_error(changed: dict[str, Any], said: str) -> None:
-    """Nothing is guessed; the text names the field."""
     with pytest.raises(PlanError, match=said):
         architecture({**LLAMA, **changed})

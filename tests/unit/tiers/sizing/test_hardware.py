@@ -41,7 +41,6 @@ def test_no_name_is_used_twice() -> None:
 
 
 def test_prices_are_of_known_gpus() -> None:
-    """And FP8 is never slower than BF16."""
     prices = read_prices()
     assert {parse_gpus(name)[0].name for name in prices.per_gpu_hour} == set(prices.per_gpu_hour)
     assert all(kind.fp8_tflops is None or kind.fp8_tflops > kind.bf16_tflops for kind in known_gpus())
@@ -64,7 +63,6 @@ def test_a_file_of_prices_is_checked(tmp_path: Path, content: str, said: str) ->
 
 
 def test_own_prices(tmp_path: Path) -> None:
-    """A GPU that they leave out has none."""
     (tmp_path / "prices.json").write_text('{"currency": "EUR", "per_gpu_hour": {"NVIDIA H100 80GB HBM3": 2}}')
     prices = read_prices(tmp_path / "prices.json")
     assert (prices.currency, prices.of(parse_gpus("H100")[0]), prices.of(parse_gpus("L4")[0])) == ("EUR", 2.0, None)
