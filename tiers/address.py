@@ -8,8 +8,6 @@ from urllib.parse import urlsplit
 
 import httpx
 
-LOCAL = {"127.0.0.1", "::1"}  # what localhost stands for
-
 
 def wrong_with(url: str) -> str | None:
     """Return why paths of vLLM's API cannot be appended to an address; None if they can."""
@@ -38,4 +36,4 @@ def normalised(url: str) -> str:
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     with suppress(ValueError):
         host = str(ip_address(host))
-    return f"{parts.scheme}://{'localhost' if host in LOCAL else host}:{port}{parts.path.rstrip('/')}"
+    return f"{parts.scheme}://{'127.0.0.1' if host == 'localhost' else host}:{port}{parts.path.rstrip('/')}"

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from classifier import EstimatingCounter
-from classifier.tokens import CHARS_PER_TOKEN, MAX_CHARS
 from router.api.openai_prompt import PART_TOKENS, SHORT_CHARS, read_chat, read_completion
 from router.upstream.json_object import JsonObject
 from tiers.prefix_memory import Prefix, PrefixMemory
@@ -102,12 +101,6 @@ def test_completions(  # noqa: PLR0917  a table
     else:
         counted = [COUNTER.count(part) for part in text.split("\n\n")]
         assert (read.prompt_tokens, read.all_tokens) == (max(counted), sum(counted))
-
-
-def test_text_that_fits_no_context_is_estimated() -> None:
-    """Counting it exactly would hold every other request up."""
-    endless = "x" * (MAX_CHARS + 1)
-    assert completion(endless).prompt_tokens == len(endless) // CHARS_PER_TOKEN
 
 
 def prefix(read: PromptText) -> Prefix | None:

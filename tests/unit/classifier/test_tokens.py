@@ -146,6 +146,15 @@ def test_any_mixture_of_boundaries_has_the_reference_ids(name: str, text: str) -
     assert counter.encode(text) == reference(tokenizer, text)
 
 
+@pytest.mark.parametrize("name", PAIRS)
+def test_long_text_is_counted_in_pieces(name: str) -> None:
+    """Nearly as a whole; one that fits no context is estimated, a library's stack does not overflow."""
+    _, counter = PAIRS[name]
+    for text in ("The capital of France is Paris. " * 4000, " " * 120_000):
+        assert abs(counter.count(text) - len(counter.encode(text))) <= 2 * len(text) // 50_000
+    assert counter.count(" " * 2_000_000) == 2_000_000 // 3
+
+
 def test_lone_surrogates_count_as_replacement_characters() -> None:
     """A lone surrogate, which has no UTF-8, counts as U+FFFD."""
     counter = PAIRS["byte_level"][1]
