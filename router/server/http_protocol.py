@@ -148,7 +148,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.send_400_response("")
         except httptools.HttpParserUpgrade as upgrade:
             if self._upgrades():  # it is ignored (RFC 9110, section 7.8), but the parser has skipped the request's body
-                lines = [self.parser.get_method() + b" " + self.url + b" HTTP/1.1"]
+                first = self.parser.get_method(), self.url, self.parser.get_http_version().encode()
+                lines = [b"%b %b HTTP/%b" % first]
                 lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
                 self.parser = httptools.HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
@@ -349,7 +350,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.untaken.pop(self, None)
 
     def cut(self, why: str) -> None:
-        """End the connection of a client that does not take its answer."""
         log.info("a client did not take its answer %s: cut", why)
         self.untaken.pop(self, None)
         self.transport.abort()

@@ -44,7 +44,7 @@ def test_a_killed_engine_and_a_hung_one_come_back(up: Up) -> None:
     core = next(p for p in fast.children(recursive=True) if "EngineCore" in " ".join(p.cmdline()))
     core.send_signal(signal.SIGSTOP)
     answers: list[httpx.Response] = []
-    asking = threading.Thread(target=lambda: answers.append(up.generate(tier="fast")))
+    asking = threading.Thread(target=lambda: answers.append(up.generate(tier="fast", stream=False)))
     asking.start()
     _until(lambda: up.tiers()["fast"]["state"] == "starting", 120)
     assert f"hung: 1 requests, no token for {HANG_S} s" in up.replica("fast")["detail"]

@@ -58,7 +58,6 @@ async def test_the_head_and_comments_come_before_a_late_token(tmp_path: Path, pa
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_failure_after_the_head_is_an_event(tmp_path: Path, path: str) -> None:
-    """In the endpoint's own form and the last of the stream; whoever waits for a whole answer still gets its status."""
     settings = SETTINGS | {"upstream": {"first_token_timeout_s": 0.3, "attempts": 1}}
     async with router_stack(tmp_path, settings) as stack:
         for behaviour in stack.engines.values():

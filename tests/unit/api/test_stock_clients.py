@@ -125,7 +125,6 @@ async def test_a_key_comes_in_any_header_to_every_endpoint(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("keys", [False, True])
 async def test_pages_of_allowed_origins_may_ask(tmp_path: Path, *, keys: bool) -> None:
-    """A preflight needs no key; answers, errors and streams can be read with their headers. Other pages cannot ask."""
     key = add_key(tmp_path / "keys.json", "ci")[0] if keys else ""
     settings = {"auth": {"keys_file": str(tmp_path / "keys.json")}, "server": {"cors_origins": [PAGE]}}
     async with router_stack(tmp_path, settings) as stack:
@@ -151,7 +150,6 @@ async def test_pages_of_allowed_origins_may_ask(tmp_path: Path, *, keys: bool) -
 
 @pytest.mark.parametrize("origin", ["https://a.example/", "a.example", "https://a.example/path", "null", ""])
 def test_an_origin_is_a_scheme_and_a_host(origin: str) -> None:
-    """As browsers send it: anything else would never match."""
     with pytest.raises(SettingsError, match=r"server\.cors_origins\.0"):
         load_settings(None, {"server": {"cors_origins": [origin]}})
 

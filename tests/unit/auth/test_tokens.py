@@ -113,7 +113,6 @@ async def test_a_token_has_the_rights_of_its_claims(tmp_path: Path, algorithm: s
 
 
 async def test_no_two_subjects_are_one_caller(tmp_path: Path) -> None:
-    """Whatever an issuer allows as one: also what looks like the id of another."""
     issuer = Issuer()
     tokens = Tokens(settings_of(published(tmp_path, issuer)))
     subjects = ["a b", "ä", "x" * 57, "x" * 58, "a", "A", "jwt:a", " a", "a ", "a|b", "sha256:a"]

@@ -148,7 +148,6 @@ def test_any_mixture_of_boundaries_has_the_reference_ids(name: str, text: str) -
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_long_text_is_counted_in_pieces(name: str) -> None:
-    """Nearly as a whole; one that fits no context is estimated, a library's stack does not overflow."""
     _, counter = PAIRS[name]
     for text in ("The capital of France is Paris. " * 4000, " " * 120_000):
         assert abs(counter.count(text) - len(counter.encode(text))) <= 2 * len(text) // 50_000

@@ -109,6 +109,8 @@ def test_another_routers_engines_are_no_problem(monkeypatch: pytest.MonkeyPatch,
         while not (tmp_path / "log").exists() or not (said := (tmp_path / "log").read_text()).endswith("\n"):
             assert guard.poll() is None
         monkeypatch.setenv("QARR_ENGINE__BASE_PORT", said.strip())
+        for tier in ("BALANCED", "PRECISE"):  # whose ports other tests may have
+            monkeypatch.setenv(f"QARR_TIERS__{tier}__REPLICAS", "0")
         health, text, then = one("engine ports")
         assert (health, text.partition(":")[0], "engines of another router" in text) == (WARNING, said.strip(), True)
         assert "--url" in then

@@ -83,7 +83,6 @@ async def test_a_key_sees_its_own_requests(tmp_path: Path) -> None:
 
 
 async def test_a_key_sees_no_metrics_of_keys(tmp_path: Path) -> None:
-    """Names, use and budgets of keys and teams are for operators, in either format; all else is for everybody."""
     async with tenants(tmp_path) as world:
         async with asyncio.timeout(20):
             while 'key="alice"' not in (await world.get("boss", "/metrics")).text:  # it is counted once it is written

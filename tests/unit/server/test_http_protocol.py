@@ -108,7 +108,6 @@ async def test_a_finished_answer_that_is_not_read_is_cut(tmp_path: Path) -> None
 
 
 async def test_answers_that_nobody_takes_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the bound the connection ends whose answer was left the longest, and others are served."""
     monkeypatch.setattr("router.server.http_protocol.UNTAKEN_BYTES", 30_000_000)
     async with router_stack(tmp_path) as stack, AsyncExitStack() as clients:
         stack.engines[TierName.FAST].answer = (PIECE,) * 120
