@@ -103,9 +103,9 @@ class ResponseTracker:
 
     def _begin_early(self, interval_s: float, head: Message) -> None:
         async def keep_alive() -> None:
+            await self._send(head)  # cancelled while the client takes no more, it has sent nothing
             self.begun = self.streams = self.early = True
             self.status = head["status"]
-            await self._send(head)
             while True:
                 await self._send_body({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
                 await asyncio.sleep(interval_s)

@@ -150,7 +150,10 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 
 def _decoded(body: bytes, codings: str, limit: int) -> bytes:
-    for coding in reversed([name.strip().lower().removeprefix("x-") for name in codings.split(",") if name.strip()]):
+    layers = [name.strip().lower().removeprefix("x-") for name in codings.split(",") if name.strip()]
+    if layers[2:]:  # a long list would keep everybody waiting
+        raise UnknownCoding(f"a body in {len(layers)} codings cannot be read: encode it once, or twice at most")
+    for coding in reversed(layers):
         try:
             if coding == "gzip":
                 body = gzip.GzipFile(fileobj=BytesIO(body)).read(limit + 1)
@@ -159,8 +162,7 @@ def _decoded(body: bytes, codings: str, limit: int) -> bytes:
             elif coding == "zstd":
                 body = _zstd(body, limit)
             elif coding != "identity":
-                known = ", ".join(CODINGS)
-                raise UnknownCoding(f"a body in the coding {coding[:40]!r} cannot be read: {known} are known")
+                raise UnknownCoding(f"the body's coding, {coding[:40]!r}, is not known: {', '.join(CODINGS)} are")
         except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
             raise UnknownCoding(f"the body is not {coding}, as its Content-Encoding says: {error}") from None
         if len(body) > limit:
@@ -180,9 +182,7 @@ def _inflated(body: bytes, limit: int) -> bytes:
 def _zstd(body: bytes, limit: int) -> bytes:
     decoder = zstandard.ZstdDecompressor(max_window_size=1 << 23)  # what RFC 8878 asks decoders for, and no more
     found = decoder.stream_reader(body).read(limit + 1)
-    if (
-        len(found) <= limit
-    ):  # so that it is safe to read it without a bound: the bounded reader does not tell of its end
+    if len(found) <= limit:  # read again without a bound: the bounded reader does not tell of its end
         frame = decoder.decompressobj()
         frame.decompress(body)
         if not frame.eof or frame.unused_data:

@@ -20,7 +20,7 @@ FORBIDDEN = {
 }
 LONGEST_FUNCTION = 60
 # They only go down: who adds lines, words or a setting takes others away.
-CEILINGS = {"router": 26_899, "tests": 40_810, "words": 37_892, "settings": 174}
+CEILINGS = {"router": 26_899, "tests": 40_806, "words": 37_891, "settings": 174}
 ADDRESSES = re.compile(r"https?://[\w.-]*(?:pypi\.org|pythonhosted|download\.pytorch|registry\.npmjs)")
 
 

@@ -68,33 +68,29 @@ async def test_an_upgrade_is_ignored_and_the_body_read(tmp_path: Path, upgrade: 
 async def test_coded_bodies_are_read(tmp_path: Path, path: str) -> None:
     """Each coding, two at once, and a byte order mark before the body; the bound is that of what comes out."""
     plain = json.dumps(BODIES[path]).encode()
-    coded = {
-        "gzip": gzip.compress(plain),
-        "x-gzip": gzip.compress(plain[:5]) + gzip.compress(plain[5:]),
-        "deflate": zlib.compress(plain),
-        "Deflate": (raw := RAW.copy()).compress(plain) + raw.flush(),
-        "zstd": zstandard.compress(plain),
-        "gzip, zstd": zstandard.compress(gzip.compress(plain)),
-        "identity": b"\xef\xbb\xbf" + plain,
-    }
     zeros = bytes(1 << 28)
-    wrong = {
+    coded = {
+        ("gzip", 200): gzip.compress(plain),
+        ("x-gzip", 200): gzip.compress(plain[:5]) + gzip.compress(plain[5:]),
+        ("deflate", 200): zlib.compress(plain),
+        ("Deflate", 200): (raw := RAW.copy()).compress(plain) + raw.flush(),
+        ("zstd", 200): zstandard.compress(plain),
+        ("gzip, zstd", 200): zstandard.compress(gzip.compress(plain)),
+        ("identity", 200): b"\xef\xbb\xbf" + plain,
         ("gzip", 413): gzip.compress(zeros, 1),
         ("deflate", 413): zlib.compress(zeros, 1),
         ("zstd", 413): zstandard.compress(zeros),
         ("br", 415): plain,
         ("gzip", 415): gzip.compress(plain)[:-3],
+        ("gzip, gzip, gzip", 415): gzip.compress(gzip.compress(gzip.compress(plain))),
         ("deflate", 415): zlib.compress(plain)[:-7],
         ("zstd", 415): zstandard.compress(plain)[:-3],
     }
     async with router_stack(tmp_path) as stack:
-        for coding, body in coded.items():
-            answer = await stack.client.post(stack.url + path, content=body, headers={"content-encoding": coding})
-            assert answer.status_code == 200, (coding, answer.text)
-        for (coding, status), body in wrong.items():
+        for (coding, status), body in coded.items():
             answer = await stack.client.post(stack.url + path, content=body, headers={"content-encoding": coding})
             assert answer.status_code == status, (coding, answer.text)
-            assert status == 413 or answer.headers["accept-encoding"] == "gzip, deflate, zstd"
+            assert status != 415 or answer.headers["accept-encoding"] == "gzip, deflate, zstd"
 
 
 async def test_a_key_comes_in_any_header_to_every_endpoint(tmp_path: Path) -> None:
