@@ -36,6 +36,7 @@ from router.auth.quota import Quotas
 from router.auth.spending import Spending
 from router.auth.tokens import Access, open_access
 from router.lifecycle import ServerState
+from router.middleware.request import RequestMiddleware
 from router.monitoring.live import Live, LiveEndpoints
 from router.monitoring.metrics import Metrics
 from router.monitoring.page import Page
@@ -55,7 +56,6 @@ from router.profiling.auto_profile import AutoProfile
 from router.profiling.prompt_samples import PromptSamples
 from router.profiling.shadow_evaluation import ShadowEvaluation
 from router.reload import ReloadError
-from router.server.gate import Gate
 from router.server.memory import keep_handing_back
 from router.server.tls import TlsError, load_pair
 from router.telemetry.logs import Logging, log_request
@@ -137,13 +137,13 @@ def wire_router(
     parts = _Parts(wired, server_state, keys, streams, operations, routes, lifespan, tls)
     app, direct, local_names = _served(parts, settings)
     origins, answered = settings.server.cors_origins, metrics.answered
-    gate = Gate(
+    entry = RequestMiddleware(
         app, keys, telemetry, server_state, answered=answered, direct=direct, local_names=local_names, origins=origins
     )
-    outer: ASGIApp = gate if not origins else CORSMiddleware(
-        gate, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
+    outer: ASGIApp = entry if not origins else CORSMiddleware(
+        entry, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
     )  # fmt: skip
-    return Router(telemetry.instrument(outer), pipeline, partial(_prepare, parts, gate))
+    return Router(telemetry.instrument(outer), pipeline, partial(_prepare, parts, entry))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class _Parts:
 
 
 def _served(parts: _Parts, settings: Settings) -> tuple[ASGIApp, dict[str, ASGIApp], tuple[str, ...] | None]:
-    """Return the application, what requests reach without it, and local names (see ``Gate``), by these settings."""
+    """Return the application, what requests reach without it, and local names, as ``RequestMiddleware`` takes them."""
     wired, streams = parts.wired, parts.streams
     pipeline, rules = _pipeline(wired, settings), Rules.of(settings)
     admin = Admin(parts.operations, parts.keys, rules).routes() if parts.operations is not None else []
@@ -193,7 +193,7 @@ def _served(parts: _Parts, settings: Settings) -> tuple[ASGIApp, dict[str, ASGIA
     return app, direct, local_names
 
 
-def _prepare(parts: _Parts, gate: Gate, settings: Settings) -> Callable[[], None]:
+def _prepare(parts: _Parts, entry: RequestMiddleware, settings: Settings) -> Callable[[], None]:
     """Check new settings; return what makes the router take them, without disturbing open requests."""
     wired, tls = parts.wired, parts.tls
     if (tls is None) != (settings.tls.certificate is None):
@@ -209,7 +209,7 @@ def _prepare(parts: _Parts, gate: Gate, settings: Settings) -> Callable[[], None
         parts.keys.take(keys)
         if tls is not None and pair is not None:
             tls.take(settings.tls, pair)
-        gate.take(*served)
+        entry.take(*served)
         parts.streams.bounds = settings.server
         wired.pipeline.policy.take(settings.policy)
         wired.pipeline.charging.take(settings.policy.prices, settings.budgets)

@@ -59,22 +59,23 @@ class ResponseTracker:
         status: The one sent; 499 if the client went away before.
         streams: Whether it is a stream of events.
         early: Whether its head was sent before it was known who answers.
-        write: Writes a part of the body at once, and tells whether the client can take more; None: the server cannot.
 
     Args:
         send: Sends through every middleware.
         send_body: Sends to the server directly: middleware has no use for bodies.
+        write: Writes a part of the body at once, and tells whether the client can take more; None: the server cannot.
     """
 
     __slots__ = (
-        *("_early", "_send", "_send_body", "_server_state", "_timer"),
-        *("begun", "complete", "early", "status", "streams", "write"),
+        *("_early", "_send", "_send_body", "_server_state", "_timer", "_unsent", "_write"),
+        *("begun", "complete", "early", "status", "streams"),
     )
 
     def __init__(
         self, send: Send, send_body: Send, server_state: ServerState, write: Callable[[bytes], bool] | None = None
     ) -> None:
-        self._send, self._send_body, self._server_state, self.write = send, send_body, server_state, write
+        self._send, self._send_body, self._server_state, self._write = send, send_body, server_state, write
+        self._unsent = b""
         self.begun = self.streams = self.complete = self.early = False
         self._timer: asyncio.TimerHandle | None = None
         self._early: asyncio.Task[None] | None = None
@@ -124,7 +125,20 @@ class ResponseTracker:
         if self._early is not None:
             self._early.cancel()
 
-    async def put(self, events: Sequence[bytes], *, last: bool) -> None:
-        """Send events of a stream that has begun; ``last``: no more come. Without events, wait until they could be sent."""
-        await self._send_body({"type": "http.response.body", "body": b"".join(events), "more_body": not last})
-        self.complete = last
+    def feed(self, events: Sequence[bytes]) -> bool:
+        """Send events of a stream that has begun, its head with the first; tell whether the client takes more now."""
+        if self._write is not None:
+            return self._write(b"".join(events))
+        self._unsent += b"".join(events)
+        return False
+
+    async def drain(self) -> None:
+        """Wait until the client takes more."""
+        unsent, self._unsent = self._unsent, b""
+        await self._send_body({"type": "http.response.body", "body": unsent, "more_body": True})
+
+    async def end(self, events: Sequence[bytes]) -> None:
+        """Send the last events of a stream that has begun."""
+        body = b"".join((self._unsent, *events))
+        await self._send_body({"type": "http.response.body", "body": body, "more_body": False})
+        self.complete = True

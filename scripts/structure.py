@@ -109,6 +109,7 @@ async def request_figures() -> dict[str, int]:
     return {
         "modules a streamed request passes": len(short.modules),
         "own functions a streamed request passes": len(short.counts),
+        f"calls of own functions in a request of {SHORT} chunks": short.counts.total(),
         "own functions for each chunk": len(of_chunks),
         "calls of own functions for each chunk": round((long.counts.total() - short.counts.total()) / (LONG - SHORT)),
         "deepest stack of own functions": short.depth,
@@ -161,7 +162,7 @@ def main() -> None:
         **asyncio.run(request_figures()),
     }
     for name, value in figures.items():
-        print(f"{name:42}{value:>8}")
+        print(f"{name:50}{value:>8}")
     for circle in circles:
         print("circle: " + ", ".join(circle))
 

@@ -7,9 +7,12 @@ import gzip
 import time
 import zlib
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 import zstandard
+
+from router.server.client import CLIENT, HOLD
+from router.server.errors import BodyTooLarge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -18,47 +21,20 @@ if TYPE_CHECKING:
 
     from router.lifecycle import ResponseTracker
     from router.pipeline.request import RequestContext
+    from router.server.client import HttpClient
 
 CONTEXT, TRACKER = "qarr.context", "qarr.tracker"  # in a scope: what ``context_of`` and ``tracker_of`` return
-CLIENT = "qarr.client"  # in a scope: the request's ``Client``, where the server has one
 LARGE_BODY = 1 << 16  # bytes
 CODINGS = ("gzip", "deflate", "zstd")  # of a request's body
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-HOLD = "qarr.hold"  # in the message that starts an answer: its body follows at once
 
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
 
-class Client(Protocol):
-    """What our server knows of a request's client, beyond ASGI."""
-
-    @property
-    def disconnected(self) -> bool:
-        """Tell whether it has left before it had the whole answer."""
-
-    def cancel_on_disconnect(self, task: asyncio.Task[Any] | None) -> None:
-        """Cancel a task once it leaves before it has the whole answer; None: no longer."""
-
-    @property
-    def write(self) -> Callable[[bytes], bool] | None:
-        """Write a part of the body of an answer that has begun; return whether it can take more now. None: not possible."""
-
-    async def send(self, message: Message) -> None:
-        """Send a message to it without passing middleware."""
-
-
 class ClientGone(Exception):
     """The client closed the connection."""
-
-
-class BodyTooLarge(Exception):
-    """A request body over the limit."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(f"the request body is larger than {limit} bytes")
-        self.limit = limit
 
 
 class UnknownCoding(Exception):
@@ -71,33 +47,6 @@ class ForeignHost(Exception):
 
 class ForeignPage(Exception):
     """A request that a web page of another origin made its reader's browser send."""
-
-
-class HeadTooLarge(Exception):
-    """A request whose path and headers are too many or too long."""
-
-    def __init__(self, max_bytes: int, max_headers: int) -> None:
-        super().__init__(f"path and headers are more than {max_bytes} bytes, or more than {max_headers} headers")
-
-
-class TooSlow(Exception):
-    """A request that did not come in time."""
-
-    def __init__(self, part: str, limit_s: float) -> None:
-        super().__init__(f"the request's {part} was not complete after {limit_s:g} s: send it again, faster")
-
-
-class TooManyConnections(Exception):
-    """More connections than the router takes."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(
-            f"{limit} connections are open already: try again later, or keep connections and use them again"
-        )
-
-
-class NotHttp(Exception):
-    """Bytes that are no request."""
 
 
 def context_of(scope: Scope) -> RequestContext:
@@ -113,7 +62,7 @@ def tracker_of(scope: Scope) -> ResponseTracker:
 def forget(scope: Scope) -> None:
     """Forget what leads from a request that has ended back to it."""
     scope.pop(TRACKER, None)
-    client: Client | None = scope.pop(CLIENT, None)
+    client: HttpClient | None = scope.pop(CLIENT, None)
     if client is not None:
         client.cancel_on_disconnect(None)
 
@@ -203,7 +152,7 @@ def cancel_on_disconnect(scope: Scope) -> None:
     Raises:
         ClientGone: It has left already.
     """
-    client: Client | None = scope.get(CLIENT)
+    client: HttpClient | None = scope.get(CLIENT)
     if client is None:
         return
     if client.disconnected:

@@ -6,6 +6,7 @@ that its caller may lose the connection and go on with the header ``Last-Event-I
 
 from __future__ import annotations
 
+from asyncio import sleep
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,6 @@ from router.pipeline.request import ParsedRequest, class_priority, session_of
 from router.policy.render import render_decision
 from router.upstream.engine_request import ChatRequest
 from router.upstream.engine_stream import EngineStream, continued_on
-from router.upstream.json_object import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from router.pipeline.request import RequestContext
     from router.policy.decision import Decision
     from router.settings import LimitSettings, Settings
-    from router.upstream.sse import Chunk, PlainTexts
+    from router.upstream.sse import Chunk
 
 STREAM_ID = "x-qarr-stream-id"
 
@@ -217,10 +217,10 @@ class Route:
         pipeline, context = self.pipeline, context_of(scope)
         pipeline.telemetry.name_server_span(scope, "/route")
         content = await read_body(scope, receive, self.settings.server.max_body_bytes)
+        _, request = await read_request(content, self.rules, context, pipeline)
         grant = await pipeline.quotas.enter(context.caller, 0, context.limits)
         counted: int | None = None
         try:
-            _, request = await read_request(content, self.rules, context, pipeline)
             rendered = render_decision(pipeline.decide(request, serve=False))
             counted = 0
         finally:
@@ -251,19 +251,6 @@ class TextEvents:
         self._number = number
         return events
 
-    def plain(self, _events: bytes, texts: PlainTexts) -> bytes:
-        """Return an event for each text, joined; a text is written in JSON as the engine has written it."""
-        number = self._number
-        if number is None:
-            return b"".join(b'data: {"text":"%b"}\n\n' % text for text, _ in texts if text)
-        events = []
-        for text, _ in texts:
-            if text:
-                number += 1
-                events.append(b'id: %d\ndata: {"text":"%b"}\n\n' % (number, text))
-        self._number = number
-        return b"".join(events)
-
     def end(self) -> list[bytes]:
         return self._last(b"event: done\ndata: " + to_json(closing(self._answer)) + b"\n\n")
 
@@ -283,13 +270,11 @@ def error_event(error: Exception, context: RequestContext) -> bytes:
 async def _collect(answer: EngineStream, context: RequestContext) -> bytes:
     parts: list[str] = []
 
-    def take(_events: bytes, texts: PlainTexts) -> bool:
-        parts.append(read_json(b'"%b"' % b"".join(text for text, _ in texts)))
+    def take(chunks: Sequence[Chunk]) -> bool:
+        parts.extend(chunk.text for chunk in chunks)
         return True
 
-    while (chunks := await answer.read()) is not None:
-        parts.extend(chunk.text for chunk in chunks)
-        await answer.pump(take)
+    await answer.relay(take, partial(sleep, 0))
     return to_json({"text": "".join(parts), **closing(answer), **context.ids})
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from router.upstream.engine_stream import EngineStream
     from router.upstream.errors import UpstreamError
     from router.upstream.json_object import JsonObject
-    from router.upstream.sse import AnswerFormat, Chunk, PlainTexts
+    from router.upstream.sse import AnswerFormat, Chunk
 
 
 _ASIDE = {"tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"}  # blocks that are no other part
@@ -268,11 +268,6 @@ class PassedEvents:
         if chunks[-1].last:
             self._last = chunks[-1].raw
         self._latest = events[-1] if events else self._latest
-        return events
-
-    def plain(self, events: bytes, texts: PlainTexts) -> bytes:
-        del texts
-        self._latest = events
         return events
 
     def end(self) -> list[bytes]:

@@ -7,7 +7,6 @@ Token ids, which failover needs, are taken out.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
@@ -16,6 +15,7 @@ from router.api.paths import ErrorForm
 from router.api.problems import describe
 from router.api.serving import reason_of
 from router.upstream.engine_stream import continued_on
+from router.upstream.json_object import read_json
 from router.upstream.sse import DONE, SEPARATOR
 
 if TYPE_CHECKING:
@@ -23,12 +23,10 @@ if TYPE_CHECKING:
 
     from router.policy.decision import Decision
     from router.upstream.engine_stream import EngineAnswer, EngineStream
-    from router.upstream.sse import Chunk, PlainTexts
+    from router.upstream.sse import Chunk
 
 # Quotes in a JSON string are escaped, so these stand only where a member of that name does.
 _FINGERPRINT = b'"system_fingerprint"'
-_IDS = (b'"token_ids":[', b'"prompt_token_ids":[')
-_PLAIN_IDS = re.compile(rb'"token_ids":\[[\d,]*+\]')
 
 
 class RelayedEvents:
@@ -37,27 +35,19 @@ class RelayedEvents:
     What other engines go on with looks as if the first one had sent it.
     """
 
-    __slots__ = ("_answer", "_chat", "_report", "_template", "_usage_sent", "_wants_usage")
+    __slots__ = ("_answer", "_chat", "_opened", "_report", "_usage_sent", "_wants_usage")
 
     def __init__(
         self, answer: EngineStream, report: Mapping[str, Any] | None, *, chat: bool, wants_usage: bool
     ) -> None:
         self._answer, self._report = answer, report
         self._chat, self._wants_usage = chat, wants_usage
-        self._template: dict[str, Any] = {}
+        self._opened = b""  # the first engine's first event
         self._usage_sent = False
 
     def events(self, chunks: Sequence[Chunk]) -> list[bytes]:
         """Return what came together, but for events that the caller would not have got from the engine."""
         return [event + SEPARATOR for chunk in chunks if (event := self._event(chunk)) is not None]
-
-    def plain(self, events: bytes, texts: PlainTexts) -> bytes:
-        """Return plain events without the token ids that only the router had asked for."""
-        if self._answer.progress is None:
-            return events
-        if len(texts) == 1:
-            return events.replace(b'"token_ids":[%b]' % texts[0][1], b'"token_ids":null')
-        return _PLAIN_IDS.sub(b'"token_ids":null', events)
 
     def end(self) -> list[bytes]:
         """Return the end; of an answer that was continued, with a comment that says so, which clients skip."""
@@ -65,7 +55,7 @@ class RelayedEvents:
         if self._answer.parts:
             events.append(b": continued on " + " ".join(continued_on(self._answer)).encode())
         if self._answer.failed_over and self._wants_usage and not self._usage_sent and self._answer.usage:
-            events.append(b"data: " + to_json({**self._template, "choices": [], "usage": self._answer.usage}))
+            events.append(b"data: " + to_json({**self._template(), "choices": [], "usage": self._answer.usage}))
         if self._report is not None:
             events.append(b"data: " + to_json(self._report_chunk(self._report)))
         return [event + SEPARATOR for event in [*events, DONE]]
@@ -75,25 +65,30 @@ class RelayedEvents:
         return [describe(error).event(ErrorForm.OPENAI, {}) + SEPARATOR]
 
     def _event(self, chunk: Chunk) -> bytes | None:
-        raw, data = chunk.raw, chunk.data
-        if data is None:
-            return raw or self._made(chunk)
-        if chunk.choice is None and data.get("usage"):
+        raw = chunk.raw
+        if not raw:
+            return self._made(chunk)
+        if chunk.usage and not chunk.choice:
             self._usage_sent = self._wants_usage
             if not self._wants_usage:
                 return None
         if self._answer.progress is not None:
-            if not self._template:
-                self._template = {name: data.get(name) for name in ("id", "object", "created", "model")}
-            # Only with ids does an engine tell of a token that is not to be seen yet.
-            if chunk.token_ids and not chunk.finish_reason and chunk.choice and chunk.choice.get("delta") == {}:
-                return None
-            raw = _without_ids(raw)
+            if not self._opened and raw.startswith(b"data:"):
+                self._opened = raw
+            if chunk.token_ids or chunk.prompt_ids:
+                # Only with ids does an engine tell of a token that is not to be seen yet.
+                if chunk.blank and chunk.token_ids and not chunk.finish_reason:
+                    return None
+                raw = _without(raw, b'"token_ids":[', b'"prompt_token_ids":[' if chunk.prompt_ids else b"")
         if chunk.finish_reason is not None and not self._wants_usage and _FINGERPRINT not in raw and raw.endswith(b"}"):
             fingerprint = self._answer.fingerprint
             if fingerprint:
                 raw = raw[:-1] + b',"system_fingerprint":' + to_json(fingerprint) + b"}"
         return raw
+
+    def _template(self) -> dict[str, Any]:
+        opened = read_json(self._opened[5:])
+        return {name: opened.get(name) for name in ("id", "object", "created", "model")}
 
     def _made(self, chunk: Chunk) -> bytes:
         """Return what another engine computed, as the first engine would have sent it."""
@@ -105,7 +100,7 @@ class RelayedEvents:
         choice |= {"logprobs": None, "finish_reason": chunk.finish_reason}
         if chunk.finish_reason is not None:
             choice["stop_reason"] = chunk.stop_reason
-        return b"data: " + to_json({**self._template, "choices": [{**choice, "token_ids": None}]})
+        return b"data: " + to_json({**self._template(), "choices": [{**choice, "token_ids": None}]})
 
     def _report_chunk(self, report: Mapping[str, Any]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
@@ -132,8 +127,8 @@ def with_member(content: bytes, name: str, value: object) -> bytes:
     return whole[:-1] + b"," + to_json(name) + b":" + to_json(value) + b"}"
 
 
-def _without_ids(event: bytes) -> bytes:
-    for name in _IDS:
+def _without(event: bytes, *names: bytes) -> bytes:
+    for name in filter(None, names):
         head, found, rest = event.partition(name)
         if found:
             event = head + name[:-1] + b"null" + rest.partition(b"]")[2]

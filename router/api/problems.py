@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import secrets
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -13,14 +15,9 @@ from starlette.responses import Response
 
 from router.api.asgi import (
     CODINGS,
-    BodyTooLarge,
     ClientGone,
     ForeignHost,
     ForeignPage,
-    HeadTooLarge,
-    NotHttp,
-    TooManyConnections,
-    TooSlow,
     UnknownCoding,
     context_of,
 )
@@ -31,10 +28,13 @@ from router.auth.api_keys import BeyondKey, IssuerAway, Unauthorized
 from router.auth.budgets import BudgetUnknown, NoPrice, OverBudget
 from router.auth.quota import OverQuota
 from router.lifecycle import CLIENT_GONE
+from router.pipeline.request import RequestContext
 from router.policy.charge import MICRO
 from router.policy.decision import Decision, Refusal, Refused
+from router.policy.explain import verdicts
 from router.policy.render import render_verdict
 from router.reload import ReloadError
+from router.server.errors import BodyTooLarge, HeadTooLarge, NotHttp, TooManyConnections, TooSlow
 from router.telemetry.request_trace import UnknownTrace
 from router.upstream.errors import EngineBroke, EngineRefused, EngineTooSlow, NoEngineAnswered, NoSlot, UpstreamError
 from tiers.errors import NotPossible, UnknownReplica
@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Scope
 
-    from router.pipeline.request import RequestContext
-
+log = logging.getLogger(f"qarr.{__name__}")
 MEDIA_TYPE = "application/problem+json"
 ISSUER_RETRY_S = 10  # between two fetches of its keys
 BUSY_RETRY_S = 1  # the next request that finishes frees a slot
@@ -201,6 +200,13 @@ def is_known(error: Exception) -> bool:
     return isinstance(error, (ClientGone, *PROBLEMS))
 
 
+def refusal(error: Exception, path: str) -> Response:
+    """Return the answer to a request that was not read: it has ids of its own."""
+    context = RequestContext(secrets.token_hex(16), secrets.token_hex(16))
+    log.info("request %s: refused: %s", context.request_id, error)
+    return describe(error).response(context, error_form(path))
+
+
 def response_to(error: Exception, scope: Scope) -> Response:
     """Return the response to a request that has ended with an exception."""
     if isinstance(error, ClientGone):
@@ -296,7 +302,7 @@ def _refused(decision: Decision) -> Problem:
     if decision.refusal is Refusal.NO_ADAPTER:
         openai = (404, "model_not_found")
     kind = decision.refusal.value.replace("_", "-")
-    tiers = [render_verdict(v) for v in decision.verdicts]
+    tiers = [render_verdict(v) for v in verdicts(decision)]
     return Problem(int(status), kind, title, decision.reason, errors, retry, {"tiers": tiers}, openai)
 
 

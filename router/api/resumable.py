@@ -55,11 +55,9 @@ class ResumableStream:
     """
 
     __slots__ = (
-        "_events", "_expiry", "_fault", "_max_bytes", "_news", "_reader", "_room", "_size", "_taken",
-        "headers", "id", "oldest", "over", "owner", "task",
+        "_ending", "_events", "_expiry", "_fault", "_max_bytes", "_news", "_reader", "_room", "_size", "_taken",
+        "_waiting", "headers", "id", "oldest", "over", "owner", "task",
     )  # fmt: skip
-
-    write = None  # events wait for a reader, and have ids
 
     def __init__(self, owner: str, max_bytes: int) -> None:
         self.id = secrets.token_urlsafe(12)
@@ -70,6 +68,8 @@ class ResumableStream:
         self._expiry: asyncio.TimerHandle | None = None
         self._max_bytes = max_bytes
         self._events: list[bytes] = []  # an empty deque takes 760 bytes
+        self._waiting: list[bytes] = []  # for room
+        self._ending = False
         self._size = self._taken = 0
         self.oldest = 1
         self._reader: object | None = None
@@ -90,21 +90,37 @@ class ResumableStream:
         self.headers = headers
         self._news.set()
 
-    async def put(self, events: Sequence[bytes], *, last: bool) -> None:
-        """Keep events, which have no ids yet; wait while that would drop one that no connection has taken."""
-        for number, bare in enumerate(events, 1):
-            event = f"id: {self.id}.{self.newest + 1}\n".encode() + bare
+    def feed(self, events: Sequence[bytes]) -> bool:
+        """Keep events, which have no ids yet; tell whether there is room for more."""
+        self._waiting += events
+        return self._keep()
+
+    async def drain(self) -> None:
+        """Wait while keeping what is here would drop an event that no connection has taken."""
+        while not self._keep():
+            self._room.clear()
+            await self._room.wait()
+
+    async def end(self, events: Sequence[bytes]) -> None:
+        """Keep the last events."""
+        self._ending = True
+        self._waiting += events
+        await self.drain()
+
+    def _keep(self) -> bool:
+        while self._waiting:
+            event = f"id: {self.id}.{self.newest + 1}\n".encode() + self._waiting[0]
             while self._events and self._size + len(event) > self._max_bytes:
                 if self.oldest > self._taken:
-                    self._room.clear()
-                    await self._room.wait()
-                else:
-                    self._size -= len(self._events.pop(0))
-                    self.oldest += 1
+                    return False
+                self._size -= len(self._events.pop(0))
+                self.oldest += 1
+            del self._waiting[0]
             self._events.append(event)
             self._size += len(event)
-            self.over = last and number == len(events)
+            self.over = self._ending and not self._waiting
             self._news.set()
+        return True
 
     def failed(self, error: Exception) -> None:
         """End the stream with an error; the first error counts."""

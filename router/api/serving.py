@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision
     from router.settings import TelemetrySettings
     from router.upstream.engine_stream import EngineAnswer
-    from router.upstream.sse import Chunk, PlainTexts
+    from router.upstream.sse import Chunk
 
     Sink = ResponseTracker | ResumableStream
     Begin = Callable[[ActiveRequest, EngineStream], Awaitable[tuple["Encoder", Sink]]]
@@ -37,9 +37,6 @@ class Encoder(Protocol):
 
     def events(self, chunks: Sequence[Chunk]) -> list[bytes]:
         """Return the events for what came together; none where nothing of it is shown."""
-
-    def plain(self, events: bytes, texts: PlainTexts) -> bytes:
-        """Return the events for plain ones of the engine, which are whole, joined."""
 
     def end(self) -> list[bytes]:
         """Return the events that end a complete answer."""
@@ -59,13 +56,13 @@ async def serve_stream(pipeline: Pipeline, request: ParsedRequest, decision: Dec
         assert isinstance(stream, EngineStream)
         encoder, sink = await begin(active, stream)
         try:
-            await _relay(stream, encoder, sink)
+            await stream.relay(lambda chunks: sink.feed(encoder.events(chunks)), sink.drain)
             end = encoder.end()
         except UpstreamError as error:
             stream.error = error
             log.warning("request %s: %s on %s", request.context.request_id, error, stream.replica_id)
             end = encoder.failure(error)
-        await sink.put(end, last=True)
+        await sink.end(end)
 
     await pipeline.serve(request, decision, consume)
 
@@ -74,21 +71,6 @@ def await_first(context: RequestContext, tracker: ResponseTracker, silence_s: fl
     """Keep a stream's connection alive while its first token is awaited; the head says nothing of who answers then."""
     if silence_s:
         tracker.await_first(silence_s, start_message(context.headers, EVENT_STREAM, STREAM_HEADERS))
-
-
-async def _relay(stream: EngineStream, encoder: Encoder, sink: Sink) -> None:
-    """Relay a stream's events up to its end: plain ones as the engine's socket has them, others one by one."""
-    write, plain, first = sink.write, encoder.plain, True
-    while True:
-        if write is not None:
-            await stream.pump(lambda events, texts: write(plain(events, texts)))
-        chunks = await stream.read()
-        if chunks is None:
-            return
-        events = encoder.events(chunks)
-        if events or first:  # the head goes out with the first ones
-            await sink.put(events, last=False)
-            first = False
 
 
 async def send_whole(content: bytes, media_type: str, headers: Mapping[str, str], send: Send) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from router.api.problems import refusal
 from router.app import wire_router
 from router.deployment.first_start import FirstStart
 from router.deployment.layout import elsewhere, speed_machine
@@ -121,7 +122,7 @@ async def run(
         reloads=reloads,
         tls=tls,
     )  # fmt: skip
-    server = Server(router.app, state, settings.server, protocol_for(settings.server), tls)
+    server = Server(router.app, state, settings.server, protocol_for(settings.server, refusal), tls)
     roster = supervisor.operations.roster
     reloads.add(Parts(deployment, asked.settings, router, server, fleet=fleet, roster=roster).prepare)
     server.end_on_signals(reloads.request)

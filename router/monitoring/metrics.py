@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from router.pipeline.charging import Charging
     from router.pipeline.pipeline import Pipeline
     from router.pipeline.usage import UsageLog
-    from router.policy.decision import TierReport
+    from router.policy.decision import Estimate
     from router.policy.table import PolicyStore
     from router.profiling.shadow_evaluation import ShadowEvaluation
     from router.telemetry.record import RequestRecord
@@ -139,7 +139,7 @@ class RequestMetrics:
         if record.outcome is Outcome.OK:
             self._duration.labels(kind, tier).observe(record.duration_ms / 1000, trace)
 
-    def _observe_predictions(self, record: RequestRecord, tier: str, chosen: TierReport) -> None:
+    def _observe_predictions(self, record: RequestRecord, tier: str, chosen: Estimate) -> None:
         """Compare predictions with what was seen of an undisturbed answer."""
         seen = (record.ttft_ms or 0.0) - record.queue_ms - (record.overhead_ms or 0.0)
         if chosen.predicted_ttft_ms is not None and seen > 0:

@@ -180,7 +180,7 @@ class Admission:
     def _entry(self, decision: Decision, key_id: str, priority: int) -> _Waiting:
         now, query, name = time.monotonic(), decision.query, class_of(priority)
         longest: float = getattr(self._options.max_wait_s, name)
-        known = [v.predicted_ttft_ms for v in decision.verdicts if v.predicted_ttft_ms is not None]
+        known = [each.times.ttft_ms for each in decision.choice.estimates if each.times is not None]
         bound, quickest = query.sla.ttft_ms, min(known, default=0.0) / 1000
         specs = self._specs(query)
         return _Waiting(
@@ -318,8 +318,6 @@ def _refused(entry: _Waiting, why: str, wait_s: float) -> Refused:
         replace(
             decision,
             tier=None,
-            precision=None,
-            fallbacks=(),
             reason=reason,
             basis=Basis.REFUSED,
             refusal=decision.refusal or Refusal.AT_CAPACITY,

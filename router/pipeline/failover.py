@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count, product
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from router.upstream.sse import Chunk
 from tiers.spec import ReplicaState, TierName
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Collection, Sequence
+    from collections.abc import Collection, Sequence
 
     from router.pipeline.admission import Admitted
     from router.policy.decision import Decision
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from router.telemetry.tracing import Telemetry
     from router.upstream.client import Upstream
     from router.upstream.engine_request import EngineRequest
-    from router.upstream.engine_stream import EngineAnswer
+    from router.upstream.engine_stream import Drain, EngineAnswer, Feed
     from router.upstream.progress import Progress, Resumption
     from tiers.fleet import Fleet
     from tiers.replica import Replica
@@ -103,6 +103,46 @@ class StopStringJoiner:
         return out
 
 
+@dataclass(slots=True)
+class _Seam:
+    """Where one engine's part of an answer is joined to what came before it.
+
+    Attributes:
+        begins: Characters of the answer before it.
+        sent: Characters of the answer so far.
+    """
+
+    joiner: StopStringJoiner
+    progress: Progress
+    resumption: Resumption
+    out: Feed
+    begins: int
+    sent: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sent = self.begins
+
+    def feed(self, chunks: Sequence[Chunk]) -> bool:
+        """Pass on what the part adds to the answer; tell whether it may send more now."""
+        joiner, made = self.joiner, []
+        for chunk in (chunk for chunk in chunks if chunk.choice):
+            ended_by = chunk.stop_reason if isinstance(chunk.stop_reason, str) else ""
+            text = joiner.pass_on(
+                chunk.text,
+                last=chunk.finish_reason is not None,
+                ended_by="" if self.resumption.includes_stop else ended_by,
+            )
+            self.progress.note(chunk)
+            self.sent += len(text)
+            stopped = joiner.stopped
+            reasons = (chunk.finish_reason, chunk.stop_reason) if stopped is None else ("stop", stopped)
+            made.append(Chunk(text=text, token_ids=chunk.token_ids, finish_reason=reasons[0], stop_reason=reasons[1]))
+            if stopped is not None:
+                self.progress.stop_at(self.begins + joiner.end)
+                break
+        return self.out(made) and joiner.stopped is None
+
+
 @dataclass(frozen=True, slots=True)
 class Failover:
     """Opens answers that other engines continue if theirs fails.
@@ -128,7 +168,7 @@ class Failover:
         answer = await self.upstream.open(admitted.decision, request, sent_at, lease=admitted.lease)
         if isinstance(answer, EngineStream) and answer.progress is not None and request.resumption is not None:
             rest = _Continuation(self, admitted.decision, request, request.resumption, answer.progress)
-            answer.resume = rest.chunks
+            answer.resume = rest.relay
         return answer
 
 
@@ -142,10 +182,8 @@ class _Continuation:
     resumption: Resumption
     progress: Progress
 
-    async def chunks(  # noqa: C901  one loop, in the order of events
-        self, answer: EngineStream, broken: EngineBroke
-    ) -> AsyncGenerator[Chunk, None]:
-        """Yield the rest of an answer; raise ``broken``, or what broke last, if no other engine can continue it."""
+    async def relay(self, answer: EngineStream, broken: EngineBroke, feed: Feed, drain: Drain) -> None:
+        """Let ``feed`` have the rest of an answer; raise ``broken``, or what broke last, if nobody can continue it."""
         progress, failing, tried, sent = self.progress, answer, set[str](), self.progress.told
         for number in count(1):
             log.warning("request %s: %s on %s", self.request.request_id, broken, failing.replica_id)
@@ -156,31 +194,22 @@ class _Continuation:
             joiner = await self._joiner(sent, failing.replica_id) if number <= self.failover.attempts else None
             if joiner is None:
                 raise broken
-            begins = sent
             part = await self._next_part(answer.tier, self._rounds(tried, failing.replica_id, broken), number, broken)
             if part is None:  # every token had come
-                yield Chunk(text=joiner.pass_on("", last=True), finish_reason="length")
                 progress.finish_reason = "length"
+                feed((Chunk(text=joiner.pass_on("", last=True), finish_reason="length"),))
                 return
             answer.parts.append(part)
             self.failover.telemetry.record_continuation(
                 failing.replica_id, part.replica_id, len(progress.output_ids), broken
             )
-            failing = part
+            failing, seam = part, _Seam(joiner, progress, self.resumption, feed, sent)
             try:
-                while joiner.stopped is None and (chunks := await part.read()) is not None:
-                    for chunk in (chunk for chunk in chunks if chunk.choice is not None):
-                        joined = _joined(joiner, chunk, self.resumption)
-                        progress.note(chunk)
-                        sent += len(joined.text)
-                        if joiner.stopped is not None:
-                            progress.stop_at(begins + joiner.end)
-                        yield joined
-                        if joiner.stopped is not None:
-                            break
+                while not await part.flow(seam.feed) and joiner.stopped is None:
+                    await drain()
                 await part.aclose()
             except EngineBroke as again:
-                broken = without_trace(again)
+                broken, sent = without_trace(again), seam.sent
             else:
                 return
 
@@ -336,11 +365,3 @@ def _readings(text: str, shown: str) -> tuple[str, ...]:
     if shown:
         return (text.removeprefix(shown),) if text.startswith(shown) else ()
     return text, " " + text  # some tokenizers drop a space where a text begins
-
-
-def _joined(joiner: StopStringJoiner, chunk: Chunk, resumption: Resumption) -> Chunk:
-    ended_by = chunk.stop_reason if isinstance(chunk.stop_reason, str) and not resumption.includes_stop else ""
-    text = joiner.pass_on(chunk.text, last=chunk.finish_reason is not None, ended_by=ended_by)
-    if joiner.stopped is not None:
-        return Chunk(text=text, token_ids=chunk.token_ids, finish_reason="stop", stop_reason=joiner.stopped)
-    return Chunk(text=text, token_ids=chunk.token_ids, finish_reason=chunk.finish_reason, stop_reason=chunk.stop_reason)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping  # noqa: TC003  pydantic reads it for the decision log
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -15,18 +16,19 @@ from classifier.kinds import Complexity
 from router.policy.losses import CLASSES, NO_LOSS, ExpectedLoss, mixed
 from tiers.prefix_memory import Prefix  # noqa: TC001
 from tiers.quantization import quantizations_of
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tiers.replica import Replica
-    from tiers.spec import TierSpec
+    from tiers.snapshot import Expectation
+    from tiers.spec import ReplicaState, TierSpec
+    from tiers.speed import SpeedModel
 
 Bound = Literal["quality", "latency"]
 Sort = Literal["price", "throughput", "latency"]
 Degraded = Literal["quality", "latency", "unmeasured"]  # the last: nobody knows whether a bound is kept
-CHOSEN = "chosen"
 ALL_LOST = ExpectedLoss(1.0, 1.0, 1.0)  # of a tier that nothing is known of
 SURE = 0.6  # confidence in a class from which a prompt counts as of that class alone
 
@@ -79,6 +81,15 @@ class PolicyParameters:
         if features.confidence >= SURE or features.prompt_class is PromptClass.UNKNOWN:
             return loss
         return mixed(loss, of_tier[PromptClass.UNKNOWN][complexity], features.confidence)
+
+    def bound(self, query: Query) -> float | None:
+        """Return the share of answers, 0..1, that a request lets get worse, else its class; None: there is no bound."""
+        asked = query.sla.max_quality_loss
+        return self.max_loss.get(query.features.prompt_class) if asked is None else asked
+
+    def allowed(self, tier: TierName, scarcity: float) -> float:
+        """Return the share of answers, 0..1, that may get worse on a tier while engine time is so scarce, 0..1."""
+        return self.negligible_loss + scarcity * max(self.budget(tier) - self.negligible_loss, 0.0)
 
     def budget(self, tier: TierName) -> float:
         """Return the share of answers, 0..1, that may get worse on a tier where engine time is as scarce as can be.
@@ -198,26 +209,6 @@ class Refusal(Enum):
     EXCLUDED = "excluded"
 
 
-@dataclass(frozen=True, slots=True)
-class TierReport:
-    """What the policy predicts of one tier for this request at the present load. None: not known yet.
-
-    Attributes:
-        cost: Engine-seconds, times the tier's price.
-        verdict: ``chosen``, or why not.
-        cached_prompt_tokens: Tokens of the prompt that the replica that would serve it is likely to have in its cache.
-    """
-
-    tier: TierName
-    state: ReplicaState
-    predicted_ttft_ms: float | None
-    predicted_tpot_ms: float | None
-    expected_loss: ExpectedLoss | None
-    cost: float | None
-    verdict: str
-    cached_prompt_tokens: int | None = None
-
-
 class Rate(NamedTuple):
     """Microseconds that one token takes of an engine: of a prompt, and of an answer."""
 
@@ -225,123 +216,159 @@ class Rate(NamedTuple):
     output_us: float
 
 
-class Explanation(Protocol):
-    """What a decision was made from: gives those of its attributes that are made when somebody reads them."""
+class Estimate(NamedTuple):
+    """What the policy expects of one tier for a request at the present load. None: not known.
 
-    def precision(self) -> str | None:
-        """Return ``Decision.precision``."""
+    Attributes:
+        precision: What the tier serves; see ``TierSpec``.
+        speed: Of the replica that would serve the request, or of the first ready one.
+        batch: Sequences that this replica is expected to compute at once.
+        worst: Upper bound of the loss at the confidence asked for.
+        allowed: Share of answers, 0..1, that may get worse on it now.
+        cost: Engine-seconds, times the tier's price.
+        excess: Largest ratio of a predicted time to its bound; infinite where a time is not known.
+        obstacle: Why the tier cannot serve now; None: it can.
+        obstacle_text: The same, for a person.
+        slow: It breaks a bound on time, or may, for its times are not known; likewise ``lossy`` on loss.
+        unfit: It loses more than the budget or the class's bound allows, or is below the hint.
+        cached: Prompt tokens that need no prefill on the replica that would serve it.
+    """
 
-    def reason(self) -> str:
-        """Return ``Decision.reason``."""
+    tier: TierName
+    precision: str
+    state: ReplicaState
+    speed: SpeedModel | None
+    batch: int
+    times: Expectation | None
+    loss: ExpectedLoss
+    worst: float
+    allowed: float
+    cost: float | None
+    excess: float
+    obstacle: Refusal | None
+    obstacle_text: str
+    slow: bool
+    lossy: bool
+    unfit: bool
+    cached: int | None
 
-    def fallbacks(self) -> tuple[TierName, ...]:
-        """Return ``Decision.fallbacks``."""
+    @property
+    def meets(self) -> bool:
+        """Tell whether it can serve the request within the bounds asked for."""
+        return self.obstacle is None and not self.slow and not self.lossy
 
-    def verdicts(self) -> tuple[TierReport, ...]:
-        """Return ``Decision.verdicts``."""
+    @property
+    def under_load(self) -> bool:
+        """Tell whether its speed is known under load."""
+        return self.speed is not None and self.speed.under_load
 
-    def retry_after_s(self) -> float | None:
-        """Return ``Decision.retry_after_s``."""
+    @property
+    def predicted_ttft_ms(self) -> float | None:
+        return None if self.times is None else round(self.times.ttft_ms, 1)
 
-    def verdict(self, tier: TierName) -> TierReport:
-        """Return the report on one tier.
+    @property
+    def predicted_tpot_ms(self) -> float | None:
+        return None if self.times is None else round(self.times.tpot_ms, 2)
 
-        Raises:
-            KeyError: The fleet has no such tier.
-        """
+    def order(self, sort: Sort = "price") -> float:
+        """Return what tiers are ordered by, least first; infinite where it is not known."""
+        if sort == "price":
+            return math.inf if self.cost is None else self.cost
+        if self.times is None:
+            return math.inf
+        return self.times.ttft_ms if sort == "latency" else self.times.tpot_ms
 
-    def rate(self, tier: TierName) -> Rate | None:
-        """Return ``Decision.rate``."""
+    @property
+    def rate(self) -> Rate | None:
+        """Return the engine time that a token takes, as ``cost`` has it, without its price."""
+        if self.speed is None:
+            return None
+        drift = 1000 * (1.0 if self.times is None else self.times.drift)
+        return Rate(self.speed.engine_ms(1, 0, self.batch) * drift, self.speed.engine_ms(0, 1, self.batch) * drift)
 
 
-class _Explained:
-    """A value with attributes that are made, once, when they are first read: a request needs few of them."""
+class Choice(NamedTuple):
+    """A choice between tiers, and all that it was made from.
 
-    __slots__ = ("_explanation",)
-    _explanation: Explanation | None
+    Attributes:
+        z: The confidence asked for, as a quantile of the normal distribution.
+        scarcity: Of engine time, 0..1.
+        estimates: One for each tier, by rising precision.
+        chosen: None: the request is refused.
+        given_up: Bounds that no tier meets.
+    """
 
-    if not TYPE_CHECKING:  # a type checker would allow any name
+    query: Query
+    table: PolicyParameters
+    z: float
+    scarcity: float
+    estimates: tuple[Estimate, ...]
+    chosen: Estimate | None = None
+    basis: Basis = Basis.REFUSED
+    given_up: tuple[Degraded, ...] = ()
 
-        def __getattr__(self, name: str) -> Any:  # of slots that are not filled
-            if name == "_explanation":
-                return None
-            if self._explanation is None or name not in self.__slots__:
-                raise AttributeError(name)
-            made = getattr(self._explanation, name)()
-            object.__setattr__(self, name, made)
-            return made
+    @property
+    def asked(self) -> list[Estimate]:
+        """Return the tiers asked for: all, unless a hint is a condition."""
+        hint = self.query.hint if self.query.require else None
+        return [each for each in self.estimates if hint is None or each.tier is hint]
+
+    @property
+    def within(self) -> list[Estimate]:
+        """Return those that can serve now, within the bounds asked for."""
+        return [each for each in self.asked if each.meets]
+
+    def rank(self, tier: TierName | None) -> int:
+        """Return a tier's place by rising precision; -1 of None."""
+        return next((place for place, each in enumerate(self.estimates) if each.tier is tier), -1)
 
 
 @dataclass(frozen=True, slots=True)
-class Decision(_Explained):
-    """Where a request goes and why. Made once, then only reported.
+class Decision:
+    """Where a request goes and why. Plain data: ``router.policy.explain`` has further words for it.
 
     Attributes:
         tier: The tier that is to serve it; None: refused.
-        precision: What that tier serves; see ``TierSpec``.
         reason: For a person; without any of the prompt's text.
-        fallbacks: Tiers that could take over when the decision was made, in order; after a failure they are chosen anew.
-        verdicts: One for each tier, by rising precision.
+        choice: What it was made from.
         degraded: What the request asks for or its class needs, and is not expected, or not known, to get.
         refusal: Why there is no tier; None where there is one.
         retry_after_s: Of a refusal: predicted seconds until it could be served; None: never, as far as is known.
     """
 
     tier: TierName | None
-    precision: str | None
     reason: str
     query: Query
-    fallbacks: tuple[TierName, ...]
-    verdicts: tuple[TierReport, ...]
+    choice: Choice
     basis: Basis
     degraded: tuple[Degraded, ...] = ()
     refusal: Refusal | None = None
     retry_after_s: float | None = None
 
-    @classmethod
-    def explained(
-        cls,
-        explanation: Explanation,
-        query: Query,
-        basis: Basis,
-        tier: TierName | None,
-        *,
-        degraded: tuple[Degraded, ...] = (),
-        refusal: Refusal | None = None,
-    ) -> Self:
-        """Return a decision whose other attributes an explanation gives when they are read."""
-        made, fill = object.__new__(cls), object.__setattr__
-        fill(made, "_explanation", explanation)
-        fill(made, "query", query)
-        fill(made, "basis", basis)
-        fill(made, "tier", tier)
-        fill(made, "degraded", degraded)
-        fill(made, "refusal", refusal)
-        if refusal is None:
-            fill(made, "retry_after_s", None)
-        return made
-
-    def verdict(self, tier: TierName) -> TierReport:
-        """Return the report on one tier.
+    def estimate(self, tier: TierName) -> Estimate:
+        """Return what was expected of one tier.
 
         Raises:
-            KeyError: The fleet has no such tier.
+            KeyError: The fleet had no such tier.
         """
-        if self._explanation is not None:
-            return self._explanation.verdict(tier)
-        for verdict in self.verdicts:
-            if verdict.tier is tier:
-                return verdict
+        for each in self.choice.estimates:
+            if each.tier is tier:
+                return each
         raise KeyError(tier)
 
     def rate(self, tier: TierName) -> Rate | None:
         """Return the engine time that a token takes on a tier, as it was priced; None: not known."""
-        return None if self._explanation is None else self._explanation.rate(tier)
+        return next((each.rate for each in self.choice.estimates if each.tier is tier), None)
 
     @property
-    def chosen(self) -> TierReport | None:
-        """Return the report on the tier that is to serve the request, or None."""
-        return None if self.tier is None else self.verdict(self.tier)
+    def chosen(self) -> Estimate | None:
+        """Return what was expected of the tier that is to serve the request, or None."""
+        return None if self.tier is None else self.estimate(self.tier)
+
+    @property
+    def precision(self) -> str | None:
+        chosen = self.chosen
+        return None if chosen is None else chosen.precision
 
 
 class Refused(Exception):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from router.policy.decide import fallbacks
+from router.policy.explain import verdicts
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from classifier import PromptFeatures
-    from router.policy.decision import Decision, TierReport
+    from router.policy.decision import Decision
+    from router.policy.explain import TierReport
     from router.policy.losses import ExpectedLoss
     from router.policy.table import PolicyStore
 
@@ -47,10 +50,10 @@ def render_decision(decision: Decision) -> dict[str, Any]:
         "max_tokens": query.max_tokens,
         "truncated": query.truncated or None,
         "features": render_features(query.features),
-        "fallbacks": list(decision.fallbacks),
+        "fallbacks": list(fallbacks(decision)),
         "degraded": list(decision.degraded),
         "retry_after_s": decision.retry_after_s,
-        "tiers": [render_verdict(v) for v in decision.verdicts],
+        "tiers": [render_verdict(v) for v in verdicts(decision)],
     }
 
 

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from router.api.asgi import CLIENT, HOLD
-
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Iterable
@@ -20,6 +18,8 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, Scope
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+CLIENT = "qarr.client"  # in a scope: the request's ``HttpClient``
+HOLD = "qarr.hold"  # in the message that starts an answer: its body follows at once
 _NO_BODY = {204, 304}
 
 
@@ -64,8 +64,8 @@ class HttpClient:
         cycle = self.cycle
         if cycle.disconnected:
             return False
-        if data:
-            if self._chunked:
+        if data or self._head:
+            if data and self._chunked:
                 data = b"%x\r\n%b\r\n" % (len(data), data)
             cycle.transport.write(self._head + data)
             self._head = b""

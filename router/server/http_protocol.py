@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import resource
-import secrets
 import socket
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -17,21 +16,21 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from router.aio import Signal
-from router.api.asgi import BodyTooLarge, HeadTooLarge, NotHttp, TooManyConnections, TooSlow
-from router.api.paths import error_form
-from router.api.problems import describe
-from router.pipeline.request import RequestContext
 from router.server.client import HttpClient
+from router.server.errors import BodyTooLarge, HeadTooLarge, NotHttp, TooManyConnections, TooSlow
 
 if TYPE_CHECKING:
     import asyncio
     from collections import deque
     from collections.abc import Callable
 
+    from starlette.responses import Response
     from uvicorn._types import ASGI3Application
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
     from router.settings import ServerSettings
+
+    Refusal = Callable[[Exception, str], Response]  # of an error and a path
 
 log = logging.getLogger(f"qarr.{__name__}")
 # A refused client's further bytes are read and discarded: closing at once would destroy the answer, which many clients
@@ -48,9 +47,9 @@ UNTAKEN_BYTES = 1 << 26  # of all such answers together: beyond, whoever has lef
 FILES_BESIDES = 256  # open files besides connections
 
 
-def protocol_for(bounds: ServerSettings) -> type[LimitedHttpProtocol]:
-    """Return the protocol class that uvicorn instantiates for each connection."""
-    return type("BoundedProtocol", (LimitedHttpProtocol,), {"bounds": bounds})
+def protocol_for(bounds: ServerSettings, refusal: Refusal) -> type[LimitedHttpProtocol]:
+    """Return the protocol class that uvicorn instantiates for each connection; ``refusal`` answers what is not served."""
+    return type("BoundedProtocol", (LimitedHttpProtocol,), {"bounds": bounds, "refusal": staticmethod(refusal)})
 
 
 def bound_unsent(sock: socket.socket) -> None:
@@ -83,6 +82,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     """A client's connection, with the bounds of the settings."""
 
     bounds: ClassVar[ServerSettings]
+    refusal: ClassVar[Refusal]
     untaken: ClassVar[dict[LimitedHttpProtocol, None]] = {}  # with much that was not taken, the longest first
     _part = 0  # heads have even numbers, bodies odd ones
     _fed = 0  # bytes of this part, of reads that held nothing else
@@ -277,9 +277,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._close()
             return
         path = getattr(self, "url", b"").partition(b"?")[0].decode("latin-1")
-        context = RequestContext(secrets.token_hex(16), secrets.token_hex(16))
-        response = describe(error).response(context, error_form(path))
-        log.info("request %s: refused: %s", context.request_id, error)
+        response = type(self).refusal(error, path)
         response.headers["connection"] = "close"
         lines = [name + b": " + value for name, value in [*self.server_state.default_headers, *response.raw_headers]]
         head = STATUS_LINE[response.status_code] + b"\r\n".join(lines) + b"\r\n\r\n"

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from router.policy.decision_log import OutcomeRecord
+from router.policy.explain import verdicts
 from router.policy.render import render_verdict
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class RequestRecord(NamedTuple):
 
 def render_record(record: RequestRecord) -> dict[str, Any]:
     """Return a record as JSON values, with the report on every tier."""
-    return {**render_summary(record), "tiers": [render_verdict(verdict) for verdict in record.decision.verdicts]}
+    return {**render_summary(record), "tiers": [render_verdict(verdict) for verdict in verdicts(record.decision)]}
 
 
 def render_summary(record: RequestRecord) -> dict[str, Any]:
@@ -156,7 +157,7 @@ def render_summary(record: RequestRecord) -> dict[str, Any]:
         "sla_met": record.sla_met,
         "attempts_failed": record.attempts_failed,
         "continued_on": list(record.continued_on),
-        "cost": chosen.cost if chosen else None,
+        "cost": _rounded(chosen.cost, 4) if chosen else None,
     }
 
 

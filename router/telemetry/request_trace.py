@@ -9,13 +9,16 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from router.policy.decide import fallbacks
+from router.policy.explain import verdicts
 from router.telemetry.record import KeptFor, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from classifier import PromptFeatures
-    from router.policy.decision import Decision, TierReport
+    from router.policy.decision import Decision
+    from router.policy.explain import TierReport
     from router.telemetry.journey import Hop, Journey
     from router.telemetry.record import RequestRecord
 
@@ -39,7 +42,7 @@ def features_attributes(features: PromptFeatures) -> dict[str, Any]:
 
 def decision_attributes(decision: Decision) -> dict[str, Any]:
     query, chosen = decision.query, decision.chosen
-    loss = chosen.expected_loss if chosen is not None else None
+    loss = chosen.loss if chosen is not None else None
     decided = decision.tier is not None and decision.precision is not None
     return _known(
         {
@@ -50,7 +53,7 @@ def decision_attributes(decision: Decision) -> dict[str, Any]:
             "qarr.confidence": query.features.confidence,
             "qarr.prompt_tokens": query.prompt_tokens,
             "qarr.max_tokens": query.max_tokens,
-            "qarr.fallbacks": list(decision.fallbacks),
+            "qarr.fallbacks": list(fallbacks(decision)),
             "qarr.tier": decision.tier if decided else None,
             "qarr.precision": decision.precision if decided else None,
             "qarr.refusal": decision.refusal.value if decision.refusal is not None else None,
@@ -60,7 +63,7 @@ def decision_attributes(decision: Decision) -> dict[str, Any]:
             "qarr.sla.max_quality_loss": query.sla.max_quality_loss,
             "qarr.truncated": query.truncated or None,
             "qarr.loss.expected": loss.mean if loss is not None else None,
-            "qarr.cost": chosen.cost if chosen is not None else None,
+            "qarr.cost": round(chosen.cost, 4) if chosen is not None and chosen.cost is not None else None,
         }
     )
 
@@ -199,9 +202,9 @@ def _steps(record: RequestRecord, journey: Journey) -> Iterator[dict[str, Any]]:
         return _span(name, "internal", (began - journey.arrived) * 1000, (ended - began) * 1000, attributes, [], None)
 
     decision = record.decision
-    verdicts = {name: value for verdict in decision.verdicts for name, value in verdict_attributes(verdict).items()}
+    of_tiers = {name: value for each in verdicts(decision) for name, value in verdict_attributes(each).items()}
     yield step("classify", journey.began, journey.classified, features_attributes(decision.query.features))
-    yield step("route", journey.classified, journey.decided, decision_attributes(decision) | verdicts)
+    yield step("route", journey.classified, journey.decided, decision_attributes(decision) | of_tiers)
     for began, ended in journey.waits:
         yield step("admission wait", began, ended, {"qarr.waited_ms": round((ended - began) * 1000, 3)})
     for hop in journey.hops:

@@ -13,22 +13,26 @@ from router.upstream.errors import (
     EngineBroke,
     EngineFailed,
     EngineRefused,
+    EngineStalled,
     UpstreamError,
     without_trace,
 )
 from router.upstream.progress import Progress
-from router.upstream.sse import COMPLETION_FORMAT, USAGE, EventSource, cached_tokens_of
-from router.upstream.transport import body_of
+from router.upstream.sse import COMPLETION_FORMAT, USAGE, EventParser, cached_tokens_of
+from router.upstream.transport import Body, body_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from router.telemetry.tracing import AttemptSpan
     from router.upstream.engine_request import EngineRequest
-    from router.upstream.sse import AnswerFormat, Chunk, PlainTexts, TakePlain
+    from router.upstream.sse import AnswerFormat, Chunk
     from tiers.fleet import Lease
     from tiers.replica import Sent
     from tiers.spec import TierName, TierSpec
+
+    Feed = Callable[[Sequence[Chunk]], bool]  # takes what came together; tells whether it takes more now
+    Drain = Callable[[], Awaitable[None]]  # waits until it does
 
 MAX_ANSWER_BYTES = 1 << 28  # of one that is not streamed: log-probabilities of a long prompt take many
 
@@ -214,76 +218,112 @@ class EngineAnswer(ABC):
 
 
 class EngineStream(EngineAnswer):
-    """A streamed answer. Its chunks up to the first token are here once it has begun, the rest can be read.
+    """A streamed answer. Its chunks up to the first token are here once it has begun, the rest can be relayed.
 
     Attributes:
         progress: What its caller has of it, where another engine could go on from there; None: none may.
-        resume: Goes on with it elsewhere, where that may be; set before the first read.
+        resume: Goes on with it elsewhere, where that may be; set before it is relayed.
+        failed_over: Whether the first engine did not end the answer.
     """
 
     def __init__(self, attempt: Attempt, request: EngineRequest) -> None:
         super().__init__(attempt)
         resumption = request.resumption
         self.progress = Progress(resumption.held_back) if resumption is not None else None
-        self.resume: Callable[[EngineStream, EngineBroke], AsyncGenerator[Chunk, None]] | None = None
+        self.resume: Callable[[EngineStream, EngineBroke, Feed, Drain], Awaitable[None]] | None = None
+        self.failed_over = False
         self._wants_usage = request.wants_usage
-        self._source = EventSource(attempt.response, request.answers)
+        self._parser = EventParser(request.answers)
         self._held: list[Chunk] = []
-        self._rest: AsyncGenerator[Chunk, None] | None = None  # from other engines
-        self._take: TakePlain | None = None
-        self._why: tuple[type[EngineBroke], str] = EngineBroke, ""  # they compute it
-
-    @property
-    def failed_over(self) -> bool:
-        """Tell whether the first engine did not end the answer."""
-        return self._rest is not None
 
     async def begin(self) -> None:
         """Read up to the first chunk that shows something."""
-        while not any(chunk.visible for chunk in self._held):
-            chunks = await self._source.next(first=self.progress is not None)
-            if chunks is None:
-                raise EngineBroke("the engine's answer was empty")
-            self._held += chunks
-        if self.progress is None or not _continuable(self._held):  # nothing was sent: another can still answer
-            self._held += self._source.rest()
-            self._source.check()
-        self._source.limit_reads(self._attempt.token_timeout_s)
+        held, parser = self._held, self._parser
+
+        def take(data: bytes) -> bool:
+            held.extend(parser.feed(data))
+            return not (parser.ended or any(chunk.visible for chunk in held))
+
+        await self._read(take)
+        shown = any(chunk.visible for chunk in held)
+        if not shown or self.progress is None or not _continuable(held):  # nothing was sent: another can still answer
+            parser.check()
+        if not shown:
+            raise EngineBroke("the engine's answer was empty")
+        self._body.limit_reads(self._attempt.token_timeout_s)
         self._first_at = self._last_at = time.monotonic()
         self._attempt.span.first_token()
         self.ttft_ms = (self._first_at - self.sent_at) * 1000
         self._attempt.lease.first_token((self._first_at - self._attempt.started) * 1000)
 
-    async def read(self) -> Sequence[Chunk] | None:  # noqa: C901  once a chunk: calls would cost more than this
-        """Return what came together next, from whichever engine, at least one chunk; None after the last.
+    async def relay(self, feed: Feed, drain: Drain) -> None:
+        """Let ``feed`` have all of it as it comes, from whichever engine; return after its end.
 
         Raises:
             EngineBroke: The engine failed, or no token came in time, and no other could go on.
         """
-        if self._rest is not None:
-            return await self._read_rest()
-        chunks: list[Chunk] | None
-        chunks, self._held = self._held, []
-        if not chunks:
-            try:
-                chunks = await self._source.next()
-                if chunks is None and self.finish_reason is None:
-                    raise EngineBroke("the engine's stream ended without a finish reason")  # noqa: TRY301
-            except EngineBroke as error:
-                return await self._fail_over(without_trace(error))
-        if chunks is None:
-            self._complete = True
-            return None
+        try:
+            while not await self.flow(feed):
+                await drain()
+        except EngineBroke as error:
+            broken = without_trace(error)
+        else:
+            return
+        try:
+            await self._fail_over(broken, feed, drain)
+        finally:
+            del broken  # its trace leads here
+
+    async def flow(self, feed: Feed) -> bool:
+        """Let ``feed`` have what this engine sends, as it comes; False: it takes no more now, True: that was the end.
+
+        Raises:
+            EngineBroke: The engine failed, or no token came in time. What came before was passed on.
+        """
+        if self._held:
+            chunks, self._held = self._held, []
+            if not self._pass(chunks, feed):
+                return False
+        parser = self._parser
+
+        def take(data: bytes) -> bool:
+            chunks = parser.feed(data)
+            return (not chunks or self._pass(chunks, feed)) and not parser.ended
+
+        if not parser.ended:
+            await self._read(take)
+        parser.check()
+        if not parser.over:
+            return False
+        if self.finish_reason is None:
+            raise EngineBroke("the engine's stream ended without a finish reason")
+        self._body.expect_end()
+        self._complete = True
+        return True
+
+    @property
+    def _body(self) -> Body:
+        body = self._attempt.response.stream
+        assert isinstance(body, Body)
+        return body
+
+    async def _read(self, take: Callable[[bytes], bool]) -> None:
+        """Let ``take`` have the engine's bytes as they come, until it takes no more."""
+        try:
+            ended = await self._body.pump(take)
+        except httpx.ReadTimeout:
+            raise EngineStalled(f"the engine sent no token for {self._attempt.token_timeout_s:g} s") from None
+        except httpx.HTTPError as error:
+            raise EngineBroke(f"the engine's stream broke off ({type(error).__name__})") from without_trace(error)
+        if ended and not self._parser.ended:
+            raise EngineBroke("the engine's stream ended early")
+
+    def _pass(self, chunks: Sequence[Chunk], feed: Feed) -> bool:
         progress, tokens = self.progress, 0
         for chunk in chunks:
-            data, choice = chunk.data, chunk.choice
-            if data is None:
-                continue
             if chunk.usage:
                 self._note_usage(chunk.usage)
-            if progress is not None and choice is not None:
-                if prompt_ids := data.get("prompt_token_ids") or choice.get("prompt_token_ids"):
-                    progress.prompt_ids = prompt_ids
+            if progress is not None and chunk.choice:
                 progress.note(chunk)
             tokens += len(chunk.token_ids) or bool(chunk.text or chunk.other or chunk.finish_reason)
             self.finish_reason = chunk.finish_reason or self.finish_reason
@@ -291,77 +331,31 @@ class EngineStream(EngineAnswer):
             self._last_at = time.monotonic()
             self._tokens += tokens
             self._attempt.lease.produced(tokens)
-        return chunks
+        return feed(chunks)
 
-    async def pump(self, take: TakePlain) -> None:
-        """Let ``take`` have plain events and their texts; return when the answer may, or must, be read."""
-        if self._rest is None and not self._held:
-            self._take = take
-            try:
-                await self._source.pump(self._pass_on)
-            finally:
-                self._take = None  # it leads here
+    async def _fail_over(self, broken: EngineBroke, feed: Feed, drain: Drain) -> None:
+        progress = self.progress
+        if self.resume is None or progress is None:
+            raise broken
+        self.failed_over = True
 
-    def _pass_on(self, events: bytes, texts: PlainTexts) -> bool:
-        assert self._take is not None
-        tokens = len(texts)
-        if self.progress is not None:
-            self.progress.keep(texts)
-            tokens = sum(ids.count(b",") for _, ids in texts) + tokens
-        self._tokens += tokens
-        self._last_at = time.monotonic()
-        self._attempt.lease.produced(tokens)
-        return self._take(events, texts)
-
-    async def _fail_over(self, broken: EngineBroke) -> Sequence[Chunk] | None:
-        try:
-            if self.resume is None or self.progress is None:
-                raise broken
-            self.progress.catch_up()
-            self._why, self._rest = (type(broken), str(broken)), self.resume(self, broken)
-        finally:
-            del broken  # its trace leads here
-        return await self._read_rest()
-
-    async def _read_rest(self) -> Sequence[Chunk] | None:
-        assert self._rest is not None
-        assert self.progress is not None
-        chunk = await anext(self._rest, None)
-        if chunk is not None:
+        def take(chunks: Sequence[Chunk]) -> bool:
             self._last_at = time.monotonic()
-            self._tokens += len(chunk.token_ids)
-            return (chunk,)
-        self.progress.catch_up()
+            self._tokens += sum(len(chunk.token_ids) for chunk in chunks)
+            return feed(chunks)
+
+        await self.resume(self, broken, take, drain)
         if self.parts or not self.usage:  # else all of the answer had come, and its counts
-            self.usage = self.progress.usage
-        self.finish_reason = self.progress.finish_reason
+            self.usage = progress.usage
+        self.finish_reason = progress.finish_reason
         if self._wants_usage and not self.usage:
-            kind, why = self._why
-            raise kind(why)  # nobody knows the counts
+            raise type(broken)(str(broken))  # nobody knows the counts
         self._complete = True
-        return None
-
-    async def aclose(self, error: BaseException | None = None) -> None:
-        """End all of it, what other engines compute of it as well."""
-        try:
-            if self._rest is not None:
-                await self._rest.aclose()
-        finally:
-            await super().aclose(error)
-
-    async def _disconnect(self) -> None:
-        try:
-            await self._source.aclose()
-        finally:  # all of it, also when this is cancelled
-            await super()._disconnect()
 
 
 def _continuable(chunks: Sequence[Chunk]) -> bool:
     """Tell whether another engine could go on after an answer's first chunks: the prompt's ids are there, and only text."""
-    known = any(
-        (chunk.data or {}).get("prompt_token_ids") or (chunk.choice or {}).get("prompt_token_ids") for chunk in chunks
-    )
-    return known and not any(chunk.other for chunk in chunks)
+    return any(chunk.prompt_ids for chunk in chunks) and not any(chunk.other for chunk in chunks)
 
 
 class BufferedAnswer(EngineAnswer):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
+from functools import partial
+from io import StringIO
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from router.upstream.json_object import as_boolean, as_integer, read_json
+from router.upstream.json_object import as_boolean, as_integer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from router.upstream.sse import Chunk, PlainTexts
+    from router.upstream.sse import Chunk
 
 
 class Point(NamedTuple):
@@ -21,6 +24,7 @@ class Point(NamedTuple):
 
 
 BEGINNING = Point(0, 0)
+_no_ids = partial(array, "I")  # 4 bytes a token
 
 
 @dataclass(slots=True)
@@ -44,75 +48,51 @@ class Progress:
     """
 
     held_back: int = 0
-    prompt_ids: list[int] = field(default_factory=list)
-    output_ids: list[int] = field(default_factory=list)
+    prompt_ids: array[int] = field(default_factory=_no_ids)
+    output_ids: array[int] = field(default_factory=_no_ids)
     told: int = 0
     finish_reason: str | None = None
     resumable: bool = True
     counted: bool = True
     silent: list[int] = field(default_factory=list)
     begun: Point = BEGINNING
-    _parts: list[str] = field(default_factory=list)
-    _points: list[Point] = field(default_factory=lambda: [BEGINNING])
+    _written: StringIO = field(default_factory=StringIO)
+    _points: list[tuple[int, int]] = field(default_factory=lambda: [BEGINNING])  # as ``Point``
     _spoken: bool = False  # the engine that computes has sent text
-    _kept: bytearray = field(default_factory=bytearray)  # texts and ids of plain events that are not looked at yet
-    _after: list[Chunk] = field(default_factory=list)  # chunks that came after those
 
     @property
     def text(self) -> str:
-        return "".join(self._parts)
+        return self._written.getvalue()
 
     @property
     def point(self) -> Point:
         """Return the last point of which all text has come."""
-        return next(point for point in reversed(self._points) if point.characters <= self.told)
+        return Point(*next(point for point in reversed(self._points) if point[1] <= self.told))
 
     @property
     def settled(self) -> bool:
         """Tell whether nothing is kept back at the last such point, and all that came was the text up to there."""
         return self.point.characters == self.told and not (self.held_back and self._spoken)
 
-    def keep(self, texts: PlainTexts) -> None:
-        """Note plain events; what they hold is looked at by ``catch_up``."""
-        if self._after:
-            self.catch_up()
-        for text, ids in texts:
-            self._kept += b"%b\t%b\n" % (text, ids)
-
-    def catch_up(self) -> None:
-        """Look at what was noted, so that everything here holds for all that came."""
-        kept, after = bytes(self._kept), self._after
-        self._kept, self._after = bytearray(), []
-        for line in kept.splitlines():
-            text, _, ids = line.partition(b"\t")
-            try:
-                self._add(read_json(b'"%b"' % text), read_json(b"[%b]" % ids))
-            except ValueError:  # the ids are none
-                self._add(read_json(b'"%b"' % text), ())
-        for chunk in after:
-            self.note(chunk)
-
     def note(self, chunk: Chunk) -> None:
-        if self._kept:
-            self._after.append(chunk)
-            return
+        """Note what has come."""
+        if chunk.prompt_ids:
+            self.prompt_ids = array("I", chunk.prompt_ids)
         if chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason
         if chunk.other:  # not text that could be gone on with
             self.close(counted=bool(chunk.token_ids))
-        self._add(chunk.text, chunk.token_ids)
-
-    def _add(self, text: str, token_ids: Sequence[int]) -> None:
+        text, token_ids = chunk.text, chunk.token_ids
         alone = len(token_ids) == 1
-        self.output_ids += token_ids
+        self.output_ids.extend(token_ids)
         if text:
-            while len(self._points) > 1 and self._points[1].characters <= self.told:
+            while len(self._points) > 1 and self._points[1][1] <= self.told:
                 del self._points[0]
-            self._parts.append(text)
+            self._written.write(text)
             self.told += len(text)
             self._spoken = True
             if alone:
-                self._points.append(Point(len(self.output_ids), self.told + self.held_back))
+                self._points.append((len(self.output_ids), self.told + self.held_back))
             elif not token_ids:
                 self.close(counted=False)
         elif alone and (self._spoken or not self.held_back):
@@ -125,13 +105,14 @@ class Progress:
     def rest_at(self, tokens: int, text: str) -> None:
         """Go back, or on, to where the text of so many tokens is known; another engine begins there."""
         del self.output_ids[tokens:]
-        self._parts, self.told = [text], len(text)
+        self._written = StringIO()
+        self.told = self._written.write(text)
         self.begun = Point(tokens, len(text))
         self._points, self.silent, self._spoken = [self.begun], [], False
 
     def stop_at(self, characters: int) -> None:
         """End the answer with the token that completed a stop string; those after it were computed for nothing."""
-        last = next((point.tokens for point in self._points if point.characters >= characters), len(self.output_ids))
+        last = next((tokens for tokens, told in self._points if told >= characters), len(self.output_ids))
         del self.output_ids[last:]
         self.finish_reason = "stop"
 

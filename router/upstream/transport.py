@@ -21,13 +21,14 @@ import httptools
 import httpx
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import Callable
 
 READ_BUFFER_BYTES = 1 << 15  # of an answer that nobody has read yet: with more than that, the socket is not read
 MAX_HEAD_BYTES = 1 << 16  # of an answer's status line and headers, informational ones included
 # A connection that was idle for longer is not used again. vLLM closes idle connections after 5 s (uvicorn's default,
 # VLLM_HTTP_TIMEOUT_KEEP_ALIVE); a request that meets the close is sent again, once, if nothing of an answer has come.
 KEEP_ALIVE_S = 4.0
+LAST_CHUNK_S = 1.0  # within which the end of a body follows a stream's last event, else its connection is closed
 _SWITCHING_PROTOCOLS, _OK = 101, 200
 
 Origin = tuple[str, str, int]  # scheme, host, port
@@ -38,6 +39,7 @@ class ConnectionState(Enum):
 
     IDLE = "idle"  # waits for a request
     ACTIVE = "active"  # an answer is coming
+    ENDING = "ending"  # the answer was read, the end of its body is to come
     CLOSED = "closed"
 
 
@@ -52,6 +54,7 @@ class Connection(asyncio.Protocol):
         status: The answer's status; 0: its head has not come.
         headers: The answer's headers, as they were sent.
         complete: Whether the whole answer has come.
+        over: Whether nothing but its end is to come.
         read_timeout_s: Longest time that one read of the present answer may wait; None: any.
         from_sending: Whether that time is counted from when the request was sent, for all reads together.
         parts: Of the answer's body that have come and were not read.
@@ -69,6 +72,7 @@ class Connection(asyncio.Protocol):
         "_head_bytes",
         "_head_only",
         "_informational",
+        "_on_end",
         "_on_lost",
         "_parser",
         "_transport",
@@ -79,6 +83,7 @@ class Connection(asyncio.Protocol):
         "headers",
         "idle_since",
         "origin",
+        "over",
         "parts",
         "paused",
         "read_timeout_s",
@@ -91,9 +96,11 @@ class Connection(asyncio.Protocol):
         "waiting_since",
     )
 
-    def __init__(self, origin: Origin, on_lost: Callable[[Connection], None]) -> None:
-        self.state, self.origin, self._on_lost = ConnectionState.IDLE, origin, on_lost
-        self.reusable = self.complete = False
+    def __init__(
+        self, origin: Origin, on_lost: Callable[[Connection], None], on_end: Callable[[Connection], None]
+    ) -> None:
+        self.state, self.origin, self._on_lost, self._on_end = ConnectionState.IDLE, origin, on_lost, on_end
+        self.reusable = self.complete = self.over = False
         self.idle_since, self.status = 0.0, 0
         self.headers: list[tuple[bytes, bytes]] = []
         self._transport: asyncio.Transport | None = None
@@ -107,10 +114,6 @@ class Connection(asyncio.Protocol):
         self.fault: httpx.TransportError | None = None
         self.buffered = self._head_bytes = 0
         self.paused = self._informational = self._head_only = self._body_ends_at_close = False
-
-    def __repr__(self) -> str:
-        scheme, host, port = self.origin
-        return f"<Connection {self.state.value} {scheme}://{host}:{port}>"
 
     @property
     def heard(self) -> bool:
@@ -127,7 +130,7 @@ class Connection(asyncio.Protocol):
             raise httpx.ReadError("the engine closed the connection at once")
         self.state, self._parser = ConnectionState.ACTIVE, httptools.HttpResponseParser(self)
         self.status, self.headers, self.parts, self.buffered = 0, [], [], 0
-        self.complete = self.reusable = self._informational = self._body_ends_at_close = False
+        self.complete = self.over = self.reusable = self._informational = self._body_ends_at_close = False
         self._head_bytes, self._head_only, self.fault = 0, head_only, None
         self.read_timeout_s, self.from_sending, self.waiting_since = limit_s, limit_s is not None, time.monotonic()
         self._transport.write(message)
@@ -144,7 +147,14 @@ class Connection(asyncio.Protocol):
             await self.wait()
 
     def rest(self) -> bool:
-        """End a request; return whether the connection can carry another one, else it is closed."""
+        """End a request; return whether the connection can carry another one, else it is closed, unless its end follows."""
+        if self.over and not self.complete and self.fault is None and self.state is ConnectionState.ACTIVE:
+            if self.timer is not None:
+                self.timer.cancel()
+            self.timer = asyncio.get_running_loop().call_later(LAST_CHUNK_S, self.close)
+            self.state, self.parts, self.read_timeout_s = ConnectionState.ENDING, [], None
+            self.resume_reading()
+            return False
         self._parser, self.parts, self.fault = None, [], None
         if self.waiter is not None:  # somebody still reads
             self.fault = httpx.ReadError("the answer was closed")
@@ -153,7 +163,8 @@ class Connection(asyncio.Protocol):
             self.timer.cancel()
         self.timer = self.read_timeout_s = None
         fresh = time.monotonic() - self.idle_since <= KEEP_ALIVE_S
-        if self.complete and self.reusable and fresh and self.state is ConnectionState.ACTIVE:
+        busy = self.state in {ConnectionState.ACTIVE, ConnectionState.ENDING}
+        if self.complete and self.reusable and fresh and busy:
             self.state = ConnectionState.IDLE
             self.resume_reading()
             return True
@@ -209,6 +220,8 @@ class Connection(asyncio.Protocol):
             self.fault = fault
         self.reusable = False
         self._wake()
+        if self.state is ConnectionState.ENDING:
+            self.close()
 
     def _head_too_long(self) -> None:
         self._failed(httpx.RemoteProtocolError(f"the head of the engine's answer is over {MAX_HEAD_BYTES} bytes"))
@@ -232,6 +245,11 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._failed(httpx.RemoteProtocolError(f"the engine's answer is no HTTP ({type(error).__name__})"))
+            return
+        if self.state is ConnectionState.ENDING:
+            self.parts, self.buffered = [], 0
+            if self.complete:
+                self._on_end(self)
             return
         if not self.status:
             self._head_bytes += len(data)
@@ -362,22 +380,30 @@ class Body(httpx.AsyncByteStream):
             connection.resume_reading()
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def pump(self, take: Callable[[bytes], bool]) -> None:
-        """Let ``take`` have what comes, as it comes, until it returns False or nothing more comes.
-
-        No task is woken for it. What ends it is raised, or returned, by the next read.
-        """
+    async def pump(self, take: Callable[[bytes], bool]) -> bool:
+        """Let ``take`` have what comes, as it comes, waking no task for it; False: it takes no more now, True: the end."""
         connection = self._connection
-        if connection is None or (connection.parts and not connection.pass_on(take)):
-            return
-        if connection.paused:
+        while connection is not None:
+            if connection.parts and not connection.pass_on(take):
+                return False
+            if connection.complete:
+                break
+            if connection.fault is not None:
+                connection.raise_fault()
             connection.resume_reading()
-        if not connection.complete and connection.fault is None:
             connection.take = take
             try:
                 await connection.wait()
+                if connection.take is None:
+                    return False
             finally:
                 connection.take = None
+        return True
+
+    def expect_end(self) -> None:
+        """Note that nothing but the end is to come: once it is there, the connection can be used again."""
+        if self._connection is not None:
+            self._connection.over = True
 
     async def aclose(self) -> None:
         """Give the connection back, or close it where the answer has not come to its end."""
@@ -415,7 +441,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
     @property
     def active(self) -> int:
         """Return the connections on which an answer is coming."""
-        return len(self._active)
+        return sum(connection.state is ConnectionState.ACTIVE for connection in self._active)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request; return once the head of its answer has come. Close the answer.
@@ -504,7 +530,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
         if scheme == "https":
             self._ssl = self._ssl or httpx.create_ssl_context(trust_env=False)
             options = {"ssl": self._ssl, "server_hostname": host}
-        make = partial(Connection, origin, self._lost)
+        make = partial(Connection, origin, self._lost, self._put_back)
         try:
             async with asyncio.timeout(limit_s):
                 _, connection = await asyncio.get_running_loop().create_connection(make, host, port, **options)
@@ -521,18 +547,23 @@ class EngineTransport(httpx.AsyncBaseTransport):
         return connection
 
     def _end(self, connection: Connection) -> bool:
-        """End a connection's request; return whether it can carry another."""
-        self._active.discard(connection)
-        return connection.rest()
+        """End a connection's request; return whether it can carry another now."""
+        reusable = connection.rest()
+        if connection.state is not ConnectionState.ENDING:
+            self._active.discard(connection)
+        return reusable
 
     def _release(self, connection: Connection) -> None:
+        self._put_back(connection)
+        self._free_slot()
+
+    def _put_back(self, connection: Connection) -> None:
         if self._end(connection):
             if self._closed:
                 connection.close()
             else:
                 self._idle.setdefault(connection.origin, deque()).append(connection)
                 self._close_old(time.monotonic())
-        self._free_slot()
 
     def _close_old(self, now: float) -> None:
         """Close connections that are not used again, now and then; a host that has vanished closes none itself."""
@@ -546,6 +577,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
                 del self._idle[origin]
 
     def _lost(self, connection: Connection) -> None:
+        self._active.discard(connection)
         idle = self._idle.get(connection.origin)
         if idle is not None and connection in idle:
             idle.remove(connection)
@@ -563,22 +595,17 @@ async def _message(request: httpx.Request) -> bytes:
     return b"%b\r\n\r\n%b" % (head, content)
 
 
-def parts_of(response: httpx.Response) -> AsyncGenerator[bytes, None]:
-    """Return the parts of a response's body as they come; who reads them closes them."""
-    assert isinstance(response.stream, httpx.AsyncByteStream)
-    return cast("AsyncGenerator[bytes, None]", aiter(response.stream))
-
-
 async def body_of(response: httpx.Response, limit: int | None = None) -> bytes:
     """Read a response's body, up to about ``limit`` bytes."""
     found: list[bytes] = []
-    size, parts = 0, parts_of(response)
+    size, body = 0, response.stream
+    assert isinstance(body, Body)
     try:
-        async for part in parts:
+        async for part in body:
             found.append(part)
             size += len(part)
             if limit is not None and size > limit:
                 break
     finally:
-        await parts.aclose()
+        await body.aclose()
     return b"".join(found)

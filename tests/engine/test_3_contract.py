@@ -10,7 +10,7 @@ import pytest
 
 from router.api.named_events import APIS
 from router.api.paths import MESSAGES, RESPONSES
-from router.upstream.sse import plain_end
+from router.upstream.sse import COMPLETION_FORMAT
 from tests.fakes.engine import FakeEngine, serving
 from tiers.checkpoints.precision import root_precision
 from tiers.fleet import Fleet
@@ -59,8 +59,8 @@ async def script(url: str, key: str) -> dict[str, Any]:
             "uncounted": await _uncounted(client, {**chat, "temperature": 0}),
             "detokenize": list((await client.post("/detokenize", json={"tokens": [1, 2], **_of(chat)})).json()),
             "completions": await _shape(client, "/v1/completions", {**text, **extra}),
-            "plain": [
-                await _plain(client, path, {**body, **extra, "max_tokens": 16, **ids})
+            "usual": [
+                await _usual(client, path, {**body, **extra, "max_tokens": 16, **ids})
                 for path, body in (("/v1/chat/completions", chat), ("/v1/completions", text))
                 for ids in ({}, {"return_token_ids": True})
             ],
@@ -107,21 +107,20 @@ async def _shape(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
 async def _named(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
     """Return the members of an answer of an API with named events; of a stream, those of each kind of event in order.
 
-    Events with a text are asked to be ones that the router passes on without parsing them.
+    Each is asked to be written as the router passes it on unchanged.
     """
     import json
 
     answer = await client.post(path, json=body)
     if not body["stream"]:
         return _members(answer.json())
-    events, plain = answer.text.split("\n\n")[:-1], APIS[path].answers.plain
+    events, usual = answer.text.split("\n\n")[:-1], APIS[path].answers.usual
     seen: list[Any] = []
     for event in events:
         name, data = (line.partition(": ")[2] for line in event.split("\n"))
         found = (name, _members(json.loads(data)))
         assert found[1]["type"] == name
-        if "text_delta" in data or "output_text.delta" in data:
-            assert plain.fullmatch(event.encode() + b"\n\n"), event
+        assert usual(event.encode()), event
         if found not in seen:
             seen.append(found)
     return seen
@@ -143,11 +142,10 @@ async def _refusal(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -
     return answer.status_code, isinstance(answer.json()["error"]["message"], str)
 
 
-async def _plain(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> bool:
-    """Tell whether every event between the first and the last ones is one that the router passes on without parsing it."""
-    events = [event + b"\n\n" for event in (await client.post(path, json=body)).content.split(b"\n\n") if event]
-    inner = b"".join(event for event in events[1:-1] if b'"finish_reason":null' in event)
-    return inner.count(b"data: ") > 2 and plain_end(inner) == len(inner)
+async def _usual(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> bool:
+    """Tell whether every event is written as the router passes it on unchanged."""
+    *events, done = (await client.post(path, json=body)).content.removesuffix(b"\n\n").split(b"\n\n")
+    return done == COMPLETION_FORMAT.done and all(map(COMPLETION_FORMAT.usual, events))
 
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}

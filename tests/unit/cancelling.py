@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
-from router.api.asgi import CLIENT
 from router.api.generate import Generate
 from router.auth.api_keys import add_key
+from router.server.client import CLIENT
 from router.upstream.client import PASSED_AT_ONCE
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.router_stack import Stack, router_stack

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import httpx
 
 from classifier import EstimatingCounter
+from router.api.problems import refusal
 from router.app import wire_router
 from router.auth.api_keys import KeyStore
 from router.profiling import auto_profile
@@ -92,7 +93,7 @@ async def measuring_router(
         app = wire_router(
             settings, fleet, EstimatingCounter(), telemetry, "fake", keys=KeyStore(settings.auth.keys_file)
         ).app
-        url = await cleanup.enter_async_context(serving(app, http=protocol_for(settings.server)))
+        url = await cleanup.enter_async_context(serving(app, http=protocol_for(settings.server, refusal)))
         client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
         yield Measuring(url, client, fleet, engines, folder)
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from classifier import PromptClass, PromptFeatures
-from router.policy.decision import Basis, Decision, Query, TierReport
+from router.policy.decision import Basis, Choice, Decision, Estimate, PolicyParameters, Query
+from router.policy.losses import NO_LOSS
 from router.telemetry.record import Outcome, RequestRecord
-from tiers.spec import STANDARD_TIERS, Precision, ReplicaState, TierName
+from tiers.snapshot import Expectation
+from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
 
 
 def decision(tier: TierName | None = TierName.FAST, kind: PromptClass = PromptClass.CHAT) -> Decision:
     """Return a decision; every tier is predicted to take 100 ms to the first token, and 20 ms for each further one."""
     query = Query(PromptFeatures(2, 1, 1, True, False, False, None, kind, 0.9, ()), 20, 100)
-    reports = tuple(
-        TierReport(name, ReplicaState.READY, 100.0, 20.0, None, 2.5, "chosen" if name is tier else "not the cheapest")
+    estimates = tuple(
+        Estimate(
+            name, "bf16", ReplicaState.READY, None, 1, Expectation(100.0, 20.0, 0.0, 0.0), NO_LOSS, 0.0, 0.0, 2.5, 0.0,
+            None, "", slow=False, lossy=False, unfit=False, cached=None,
+        )
         for name in STANDARD_TIERS
-    )
-    precision = Precision.BF16 if tier is not None else None
-    return Decision(tier, precision, "the cheapest", query, (), reports, Basis.NEGLIGIBLE if tier else Basis.REFUSED)
+    )  # fmt: skip
+    basis = Basis.REFUSED if tier is None else Basis.NEGLIGIBLE
+    choice = Choice(query, PolicyParameters(), 0.0, 0.0, estimates, None, basis)
+    made = Decision(tier, "the cheapest", query, choice, basis)
+    return made if tier is None else replace(made, choice=choice._replace(chosen=made.estimate(tier)))
 
 
 def record(**fields: Any) -> RequestRecord:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from classifier import EstimatingCounter
+from router.api.problems import refusal
 from router.app import wire_router
 from router.auth.api_keys import KeyStore
 from router.deployment.options import fleet_options
@@ -111,7 +112,7 @@ async def router_stack(
             reloads=Reloads(settings, lambda: settings),
         )
         app = router.app
-        url = await cleanup.enter_async_context(serving(app, http=protocol_for(settings.server)))
+        url = await cleanup.enter_async_context(serving(app, http=protocol_for(settings.server, refusal)))
         client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
         yield Stack(url, client, fleet, engines, app, router.pipeline)
 

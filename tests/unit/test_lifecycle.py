@@ -66,12 +66,15 @@ async def test_a_response_is_complete_with_its_last_part() -> None:
 
 
 async def test_events_that_come_together_are_one_part() -> None:
+    """A server that writes nothing at once has them when it is waited for."""
     wire = Wire()
     await wire.start()
-    await wire.tracker.put([b"data: 1\n\n", b"data: 2\n\n"], last=False)
+    assert not wire.tracker.feed([b"data: 1\n\n", b"data: 2\n\n"])
+    await wire.tracker.drain()
     assert (wire.direct, wire.tracker.complete) == ([body(b"data: 1\n\ndata: 2\n\n", more_body=True)], False)
-    await wire.tracker.put([], last=True)
-    assert (wire.direct[-1], wire.tracker.complete) == (body(b"", more_body=False), True)
+    wire.tracker.feed([b"data: 3\n\n"])
+    await wire.tracker.end([b"data: 4\n\n"])
+    assert (wire.direct[1:], wire.tracker.complete) == ([body(b"data: 3\n\ndata: 4\n\n", more_body=False)], True)
 
 
 @pytest.mark.parametrize("phase", ServerPhase)

@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from router.settings import Settings, leaves
 from tests.imports import PACKAGES, ROOT, circles_and_floors, imports, modules, rank, room_of
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from structure import lines, words
+from structure import lines, request_figures, words
 
 FORBIDDEN = {
     "classifier": {"tiers", "router", "starlette", "httpx", "opentelemetry"},
@@ -20,7 +22,17 @@ FORBIDDEN = {
 }
 LONGEST_FUNCTION = 60
 # They only go down: who adds lines, words or a setting takes others away.
-CEILINGS = {"router": 26_899, "tests": 40_806, "words": 37_891, "settings": 174}
+CEILINGS = {"router": 26_728, "tests": 40_806, "words": 37_891, "settings": 174}
+# Of a streamed request, as scripts/structure.py counts it.
+PATH = {
+    "modules a streamed request passes": 56,
+    "own functions a streamed request passes": 355,
+    "calls of own functions in a request of 20 chunks": 805,
+    "own functions for each chunk": 12,
+    "calls of own functions for each chunk": 13,
+    "deepest stack of own functions": 21,
+    "deepest stack for a chunk": 7,
+}
 ADDRESSES = re.compile(r"https?://[\w.-]*(?:pypi\.org|pythonhosted|download\.pytorch|registry\.npmjs)")
 
 
@@ -45,6 +57,12 @@ def test_imports_go_one_way_and_in_no_circle() -> None:
                 offenders.append(f"{name} imports {other}")
     circles, _ = circles_and_floors({name: imports(name, known) for name in known})
     assert (offenders, circles) == ([], [])
+
+
+@pytest.mark.anyio
+async def test_the_path_of_a_request_grows_no_longer() -> None:
+    figures = await request_figures()
+    assert {name: figure for name, figure in figures.items() if figure > PATH[name]} == {}
 
 
 def test_the_house_stays_small_and_its_documents_true() -> None:

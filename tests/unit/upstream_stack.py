@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -26,12 +27,13 @@ from tiers.replica import Replica
 from tiers.spec import PRECISIONS, STANDARD_TIERS, ReplicaState, TierName, TierSpec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from starlette.types import ASGIApp
 
     from router.policy.decision import Decision
     from router.settings import Settings
+    from router.upstream.sse import Chunk
 
 LIMIT = 4  # slots of each replica
 QUERY = Query(PromptFeatures(2, 1, 1, True, False, False, None, PromptClass.CHAT, 0.9, ()), 20, 100)
@@ -110,10 +112,15 @@ async def _serving(app: ASGIApp) -> AsyncIterator[str]:
         await asyncio.gather(*state.tasks, return_exceptions=True)
 
 
-async def text_of(answer: EngineStream) -> str:
-    found = []
-    while (chunks := await answer.read()) is not None:
-        found += [chunk.text for chunk in chunks]
+async def text_of(answer: EngineStream, *, found: list[str] | None = None) -> str:
+    """Return an answer's text; what came before a fault stays in ``found``."""
+    found = [] if found is None else found
+
+    def take(chunks: Sequence[Chunk]) -> bool:
+        found.extend(chunk.text for chunk in chunks)
+        return False  # so that each part is asked for
+
+    await answer.relay(take, partial(asyncio.sleep, 0))
     return "".join(found)
 
 

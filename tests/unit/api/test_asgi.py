@@ -21,7 +21,6 @@ from router.api.asgi import (
     no_body,
     read_body,
     start_message,
-    tracker_of,
 )
 from router.lifecycle import ResponseTracker, ServerState
 from router.pipeline.request import RequestContext
@@ -113,10 +112,6 @@ async def test_nothing_is_begun_for_a_client_that_has_left() -> None:
         cancel_on_disconnect(scope)
 
 
-async def test_a_server_that_does_not_tell_of_clients_is_none_to_ask() -> None:
-    cancel_on_disconnect(scope_with())
-
-
 async def test_messages_are_as_asgi_has_them() -> None:
     """A header's characters that HTTP cannot carry are replaced, not refused."""
     started = start_message({"x-a": "1", "x-b": "\u4e16"}, "text/plain", {"x-a": "2"})
@@ -125,11 +120,3 @@ async def test_messages_are_as_asgi_has_them() -> None:
     assert start_message({}, "text/plain", {}, hold=True)[HOLD]
     assert body_message(b"a", more=True) == {"type": "http.response.body", "body": b"a", "more_body": True}
     assert (await no_body())["more_body"] is False
-
-
-async def test_a_request_that_has_ended_is_tracked_no_more() -> None:
-    scope = scope_with()
-    forget(scope)
-    forget(scope)
-    with pytest.raises(KeyError):
-        tracker_of(scope)

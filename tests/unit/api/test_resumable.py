@@ -330,7 +330,11 @@ async def test_a_slow_reader_of_what_others_had_taken_misses_nothing() -> None:
         for made in range(1, 1001):
             if made == 700:
                 await go.wait()
-            await stream.put([b"data: " + b"x" * 100 + b"\n\n"], last=made == 1000)
+            event = b"data: " + b"x" * 100 + b"\n\n"
+            if made == 1000:
+                await stream.end([event])
+            elif not stream.feed([event]):
+                await stream.drain()
 
     stream = streams.open("key", work, "request")
     assert stream is not None
@@ -357,9 +361,9 @@ async def test_a_stream_that_is_read_is_not_ended_by_readers_before() -> None:
     async def work(stream: ResumableStream) -> None:
         stream.begin({})
         while not gate.is_set():
-            await stream.put([b"data: x\n\n"], last=False)
+            stream.feed([b"data: x\n\n"])
             await asyncio.sleep(0.01)
-        await stream.put([b"data: end\n\n"], last=True)
+        await stream.end([b"data: end\n\n"])
 
     async def stuck(_message: Any) -> None:
         await asyncio.Event().wait()
@@ -386,7 +390,7 @@ async def test_who_reads_a_stream_that_is_dropped_is_told() -> None:
 
     async def work(stream: ResumableStream) -> None:
         stream.begin({})
-        await stream.put([b"data: x\n\n"], last=False)
+        stream.feed([b"data: x\n\n"])
         await asyncio.Event().wait()
 
     stream = streams.open("key", work, "request")

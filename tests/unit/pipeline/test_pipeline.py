@@ -247,7 +247,7 @@ async def test_an_endpoint_that_fails_midway_ends_the_engines_work(error: BaseEx
             async with at.serving(asked()) as active:
                 assert isinstance(active.answer, EngineStream)
                 while active.answer.output_tokens < 2:
-                    await active.answer.read()
+                    await active.answer.flow(lambda _: False)
                 raise error
         assert at.held() == 0
         assert await at.tokens_left() == TOKENS - READ - 2

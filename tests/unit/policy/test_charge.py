@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from router.policy.charge import FALLBACK, Charge, Tariff, Visit, tariff
 from router.policy.decide import decide
+from router.policy.explain import verdict
 from tests.unit.policy.test_decide import BALANCED, FAST, PRECISE, TABLE, fleet, query
 from tiers.spec import TierSpec
 from tiers.speed import SpeedModel
@@ -23,7 +24,7 @@ DECISION = decide(query(), fleet(speeds=SPEEDS), TABLE)
 def test_a_charge_is_what_the_decision_weighs() -> None:
     """For the tokens that were predicted, a charge is the cost on the decision's report."""
     for tier in (FAST, PRECISE):
-        expected = DECISION.verdict(tier).cost
+        expected = verdict(DECISION, tier).cost
         assert expected is not None
         visit = Visit(tier, 20, 0, 100)  # the fleet expects answers at full length
         assert abs(PLAIN.charge(DECISION, (visit,)).engine_us / 1e6 - expected) <= 0.0001

@@ -10,8 +10,9 @@ import pytest
 
 from classifier import PromptClass, PromptFeatures
 from classifier.kinds import Complexity
-from router.policy.decide import decide, successors
-from router.policy.decision import CHOSEN, Basis, PolicyParameters, Query, Refusal, Sla
+from router.policy.decide import decide, fallbacks, successors
+from router.policy.decision import Basis, PolicyParameters, Query, Refusal, Sla
+from router.policy.explain import CHOSEN, verdict, verdicts
 from router.policy.losses import ExpectedLoss
 from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
 from tiers.spec import STANDARD_TIERS, Draft, ReplicaState, TierName, TierSpec
@@ -104,8 +105,8 @@ def test_what_a_draft_forbids_goes_to_tiers_without_one() -> None:
     some = replace(given, tiers=(drafting, *given.tiers[1:]))
     assert decide(query(), some, TABLE).tier is FAST
     decision = decide(query(undraftable="min_p"), some, TABLE)
-    assert (decision.tier, FAST in decision.fallbacks) == (BALANCED, False)
-    assert decision.verdicts[0].verdict == "has a draft, with which vLLM takes no min_p"
+    assert (decision.tier, FAST in fallbacks(decision)) == (BALANCED, False)
+    assert verdicts(decision)[0].verdict == "has a draft, with which vLLM takes no min_p"
     every = replace(given, tiers=tuple(replace(t, spec=replace(t.spec, draft=Draft("ngram", 4))) for t in given.tiers))
     refused = decide(query(undraftable="min_p and logit_bias"), every, TABLE)
     assert (refused.tier, refused.refusal) == (None, Refusal.UNSUPPORTED)
@@ -121,8 +122,8 @@ def test_an_adapter_keeps_a_request_to_the_tiers_that_have_it() -> None:
     having = replace(given.tiers[1], spec=replace(given.tiers[1].spec, adapters=("support",)))
     some = replace(given, tiers=(given.tiers[0], having, given.tiers[2]))
     decision = decide(query(adapter="support"), some, TABLE)
-    assert (decision.tier, decision.fallbacks) == (BALANCED, ())
-    assert decision.verdicts[0].verdict == "does not offer the adapter support"
+    assert (decision.tier, fallbacks(decision)) == (BALANCED, ())
+    assert verdicts(decision)[0].verdict == "does not offer the adapter support"
     hinted = decide(query(adapter="support", hint=PRECISE), some, TABLE)
     assert hinted.tier is BALANCED
     assert hinted.reason.startswith("hint precise not taken: does not offer the adapter support")
@@ -169,7 +170,7 @@ def test_hint_that_is_not_ready_is_a_floor() -> None:
 def test_required_tier_or_refusal() -> None:
     """Required means that tier, with no fallback, or a refusal that says what passes and what does not."""
     taken = decide(query(hint=FAST, require=True), fleet(), TABLE)
-    assert (taken.tier, taken.fallbacks) == (FAST, ())
+    assert (taken.tier, fallbacks(taken)) == (FAST, ())
     assert (
         decide(query(hint=FAST, require=True), fleet({FAST: ReplicaState.WARMING}), TABLE).refusal is Refusal.NOT_READY
     )
@@ -194,7 +195,7 @@ def test_sla_excludes_slow_and_lossy_tiers() -> None:
     assert decide(query(sla=Sla(tpot_ms=15)), fleet(speeds=speeds), TABLE).tier is FAST
     loss = decide(query(sla=Sla(max_quality_loss=0.001)), fleet(speeds=speeds), TABLE)
     assert loss.tier is PRECISE
-    assert loss.verdict(FAST).verdict == (
+    assert verdict(loss, FAST).verdict == (
         "it may get 0.001 of answers wrong (expected 0.001, measured on 40 answers), 0.001 asked"
     )
 
@@ -222,17 +223,17 @@ def test_slow_lower_precision_is_passed_over() -> None:
 
 def test_fallbacks_go_up_first() -> None:
     """A retry goes to higher precisions first, then down from the top."""
-    assert decide(query(hint=BALANCED), fleet(), TABLE).fallbacks == (PRECISE, FAST)
-    assert decide(query(), fleet(), TABLE).fallbacks == (BALANCED, PRECISE)
+    assert fallbacks(decide(query(hint=BALANCED), fleet(), TABLE)) == (PRECISE, FAST)
+    assert fallbacks(decide(query(), fleet(), TABLE)) == (BALANCED, PRECISE)
 
 
 def test_a_tier_that_a_higher_one_beats_in_speed_is_the_last_resort() -> None:
     """An answer that broke does not go on at a token a second where a better tier is faster."""
     slow = {FAST: SpeedModel(0, 0, 25), BALANCED: SpeedModel(0, 0, 900), PRECISE: SpeedModel(0, 0, 70)}
-    assert decide(query(hint=FAST), fleet(speeds=slow), TABLE).fallbacks == (PRECISE, BALANCED)
-    assert decide(query(hint=PRECISE), fleet(speeds=slow), TABLE).fallbacks == (BALANCED, FAST)
+    assert fallbacks(decide(query(hint=FAST), fleet(speeds=slow), TABLE)) == (PRECISE, BALANCED)
+    assert fallbacks(decide(query(hint=PRECISE), fleet(speeds=slow), TABLE)) == (BALANCED, FAST)
     some = {FAST: SpeedModel(0, 0, 25), BALANCED: SpeedModel(0, 0, 90), PRECISE: SpeedModel(0, 0, 70)}
-    assert decide(query(hint=FAST), fleet(speeds=some), TABLE).fallbacks == (BALANCED, PRECISE)
+    assert fallbacks(decide(query(hint=FAST), fleet(speeds=some), TABLE)) == (BALANCED, PRECISE)
 
 
 def test_who_takes_over_is_decided_as_things_stand() -> None:
@@ -248,10 +249,10 @@ def test_who_takes_over_is_decided_as_things_stand() -> None:
 def test_every_tier_has_a_verdict() -> None:
     """The decision says of each tier what is known and why it was taken or not; unknown is None."""
     decision = decide(query(), fleet({PRECISE: ReplicaState.STARTING}, {FAST: SpeedModel(10, 1, 5)}), TABLE)
-    assert [v.verdict == CHOSEN for v in decision.verdicts] == [True, False, False]
-    assert decision.verdicts[0].predicted_ttft_ms == 30
-    assert decision.verdicts[1].predicted_ttft_ms is None
-    assert decision.verdicts[2].verdict == "is starting"
+    assert [v.verdict == CHOSEN for v in verdicts(decision)] == [True, False, False]
+    assert verdicts(decision)[0].predicted_ttft_ms == 30
+    assert verdicts(decision)[1].predicted_ttft_ms is None
+    assert verdicts(decision)[2].verdict == "is starting"
 
 
 # What was measured: AWQ cheap and lossy, FP8 with a high price for each step, BF16 in between.
@@ -275,7 +276,7 @@ def test_cheapest_within_the_budget() -> None:
     )
     code = decide(query(PromptClass.CODE), fleet(speeds=MEASURED), SCARCE)
     assert code.tier is PRECISE  # fast loses too much, and balanced would do at a higher cost
-    assert [v.verdict for v in code.verdicts] == [
+    assert [v.verdict for v in verdicts(code)] == [
         "code, moderate: fast would get 1 in 5 answers wrong, more than policy.loss_budget allows",
         "would do, at 40 engine-seconds instead of 6.3",
         CHOSEN,
@@ -292,7 +293,7 @@ def test_at_idle_nothing_is_given_up() -> None:
         "balanced 1 in 33"
     )
     assert (
-        decision.verdict(BALANCED).verdict == "would get 1 in 33 answers wrong; engines are not scarce enough for that"
+        verdict(decision, BALANCED).verdict == "would get 1 in 33 answers wrong; engines are not scarce enough for that"
     )
 
 
@@ -352,17 +353,17 @@ def test_bounds_hold_with_the_confidence_asked_for() -> None:
 
 def test_prediction_follows_the_load() -> None:
     """Waiting prompts, running batches, busy neighbours and taken places all add to the predicted times."""
-    free = decide(query(), fleet(speeds=MEASURED), PROFILED).verdict(FAST)
+    free = verdict(decide(query(), fleet(speeds=MEASURED), PROFILED), FAST)
     assert (free.predicted_ttft_ms, free.predicted_tpot_ms) == (40, 25)
     busy = {FAST: Load(sequences=3, prompt_tokens=200, output_tokens=300)}
-    loaded = decide(query(), fleet(speeds=MEASURED, loads=busy), PROFILED).verdict(FAST)
+    loaded = verdict(decide(query(), fleet(speeds=MEASURED, loads=busy), PROFILED), FAST)
     assert (loaded.predicted_ttft_ms, loaded.predicted_tpot_ms) == (20 + 220 + 35, 40)
     full = {FAST: Load(sequences=16, output_tokens=1600)}
-    queued = decide(query(), fleet(speeds=MEASURED, loads=full), PROFILED).verdict(FAST)
+    queued = verdict(decide(query(), fleet(speeds=MEASURED, loads=full), PROFILED), FAST)
     assert queued.predicted_ttft_ms == pytest.approx(20 + 20 + 100 + 100 * 2 * 100 / 17, abs=0.1)
     speeds = {FAST: replace(MEASURED[FAST], contention=2.0)}
     beside = {FAST: Load(neighbours=0.5)}
-    assert decide(query(), fleet(speeds=speeds, loads=beside), PROFILED).verdict(FAST).predicted_tpot_ms == 50
+    assert verdict(decide(query(), fleet(speeds=speeds, loads=beside), PROFILED), FAST).predicted_tpot_ms == 50
 
 
 @pytest.mark.parametrize(("give_up", "tier"), [("latency", PRECISE), ("quality", FAST)])
@@ -407,9 +408,9 @@ def test_preferences_do_not_make_a_refusal_last() -> None:
 
 def test_several_answers_cost_and_take_as_much() -> None:
     """Engine time of each answer, prompts read once; TPOT of the batch that they make; room for all of them at once."""
-    one = decide(query(), fleet(speeds=MEASURED), PROFILED).verdict(FAST)
-    several = decide(query(sequences=4), fleet(speeds=MEASURED), PROFILED).verdict(FAST)
-    prompts = decide(query(sequences=4, all_prompt_tokens=80), fleet(speeds=MEASURED), PROFILED).verdict(FAST)
+    one = verdict(decide(query(), fleet(speeds=MEASURED), PROFILED), FAST)
+    several = verdict(decide(query(sequences=4), fleet(speeds=MEASURED), PROFILED), FAST)
+    prompts = verdict(decide(query(sequences=4, all_prompt_tokens=80), fleet(speeds=MEASURED), PROFILED), FAST)
     assert one.cost is not None
     assert several.cost is not None
     assert prompts.cost is not None
@@ -436,10 +437,10 @@ def test_a_chat_does_not_leave_a_warm_tier_for_nothing() -> None:
     asked, there = query(prompt_tokens=1600), fleet(speeds=MEASURED)
     cold, warm = (decide(asked, warmed(there, {PRECISE: cached}), SCARCE) for cached in (0, 1590))
     assert (cold.tier, warm.tier) == (FAST, FAST)
-    assert warm.verdict(PRECISE).predicted_ttft_ms == 20 + 4 * 10
-    assert (warm.verdict(PRECISE).cost or 0) < (cold.verdict(PRECISE).cost or 0) - 5.9
-    assert [v.cached_prompt_tokens for v in warm.verdicts] == [0, 0, 1590]
-    assert [v.cached_prompt_tokens for v in decide(asked, there, PROFILED).verdicts] == [None] * 3
+    assert verdict(warm, PRECISE).predicted_ttft_ms == 20 + 4 * 10
+    assert (verdict(warm, PRECISE).cost or 0) < (verdict(cold, PRECISE).cost or 0) - 5.9
+    assert [v.cached_prompt_tokens for v in verdicts(warm)] == [0, 0, 1590]
+    assert [v.cached_prompt_tokens for v in verdicts(decide(asked, there, PROFILED))] == [None] * 3
     long = replace(asked, max_tokens=8)
     asked = [decide(long, warmed(there, {PRECISE: cached}), SCARCE).tier for cached in (0, 1590)]
     assert asked == [FAST, PRECISE]
@@ -471,7 +472,7 @@ def test_cost_follows_the_trend() -> None:
     usual = decide(query(), fleet(speeds=MEASURED), SCARCE)
     now = decide(query(), slow, SCARCE)
     assert (usual.tier, now.tier) == (FAST, PRECISE)
-    assert now.verdict(FAST).cost == pytest.approx(3 * (usual.verdict(FAST).cost or 0), rel=1e-3)
+    assert verdict(now, FAST).cost == pytest.approx(3 * (verdict(usual, FAST).cost or 0), rel=1e-3)
 
 
 @pytest.mark.parametrize("sla", [Sla(ttft_ms=1000), Sla(tpot_ms=1000)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import pickle
 from dataclasses import FrozenInstanceError, replace
 from statistics import NormalDist
 
@@ -10,10 +10,11 @@ import pytest
 
 from classifier import PromptClass
 from classifier.kinds import Complexity
-from router.policy.decide import decide
-from router.policy.decision import CHOSEN, PRIORITIES, PolicyParameters, Refused
+from router.policy.decide import decide, fallbacks
+from router.policy.decision import PRIORITIES, PolicyParameters, Refused
+from router.policy.explain import CHOSEN, verdict, verdicts
 from router.policy.losses import NO_LOSS, ExpectedLoss
-from tests.unit.policy.test_decide import TABLE, features, fleet, query
+from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, features, fleet, query
 from tiers.spec import STANDARD_TIERS, ReplicaState
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
@@ -27,9 +28,6 @@ def test_a_loss_rises_with_the_confidence_asked_for(confidence: float, expected:
     """From the mean at even odds to the interval's end; no more than all answers can get worse."""
     z = NormalDist().inv_cdf(confidence)
     assert LOSS.at(z) == pytest.approx(expected, abs=1e-4)
-
-
-def test_no_more_than_every_answer_gets_worse() -> None:
     assert ExpectedLoss(0.6, 0.1, 0.99).at(NormalDist().inv_cdf(0.9999)) == 1.0
 
 
@@ -58,31 +56,35 @@ def test_tokens_of_several_prompts_and_answers() -> None:
 
 
 def test_reports_are_found_by_tier() -> None:
-    """The chosen one by itself; a tier that the fleet does not have is an error."""
+    """A tier that the fleet does not have is an error."""
     decision = decide(query(), fleet(), TABLE)
-    assert decision.chosen is decision.verdict(FAST)
-    assert decision.verdict(FAST).verdict == CHOSEN
+    assert decision.chosen is decision.estimate(FAST)
+    assert verdict(decision, FAST).verdict == CHOSEN
     with pytest.raises(KeyError):
-        decide(query(), fleet().__class__(fleet().tiers[1:], fleet().template), TABLE).verdict(FAST)
+        verdict(decide(query(), fleet().__class__(fleet().tiers[1:], fleet().template), TABLE), FAST)
 
 
-def test_a_decision_is_a_value_although_it_explains_itself_when_asked() -> None:
-    """Nothing can be set; copies, changed or not, have all of it; a name that it does not have is an error."""
-    decision, again = (decide(query(hint=BALANCED), fleet(), TABLE) for _ in range(2))
+def test_a_decision_is_plain_data() -> None:
+    """Nothing can be set; changed and pickled copies have its reason, reports and rates, and it holds no fleet."""
+    decision = decide(query(hint=BALANCED), fleet(speeds=MEASURED), PROFILED)
     with pytest.raises(FrozenInstanceError):
         decision.reason = ""  # type: ignore[misc]
-    assert not hasattr(decision, "excuse")
-    moved = replace(decision, tier=PRECISE)
-    assert (moved.tier, moved.reason, moved.fallbacks) == (PRECISE, "hint balanced", (PRECISE, FAST))
-    assert moved.chosen is decision.verdicts[2]
-    assert copy.copy(again) == decision != moved
-    assert decision.verdicts is decision.verdicts, "made once"
+    moved, thawed = replace(decision, tier=PRECISE), pickle.loads(pickle.dumps(decision))  # noqa: S301
+    assert thawed == decision != moved
+    assert (moved.tier, moved.reason, fallbacks(moved)) == (PRECISE, "hint balanced", (PRECISE, FAST))
+    assert moved.chosen is decision.estimate(PRECISE)
+    for copied in (moved, thawed):
+        assert verdicts(copied) == verdicts(decision)
+        assert [copied.rate(tier) for tier in STANDARD_TIERS] == [decision.rate(tier) for tier in STANDARD_TIERS]
+        assert copied.rate(FAST) is not None
+        assert fallbacks(copied) == fallbacks(decision)
+    assert b"Snapshot" not in pickle.dumps(decision)
 
 
 def test_a_refusal_has_reports_and_no_chosen_one() -> None:
     decision = decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaState.FAILED)), TABLE)
     assert decision.chosen is None
-    assert len(decision.verdicts) == 3
+    assert len(verdicts(decision)) == 3
     assert str(Refused(decision)) == "fast is failed; balanced is failed; precise is failed"
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from classifier import PromptClass
-from router.policy.decide import decide, successors
+from router.policy.decide import decide, fallbacks, successors
 from router.policy.decision import Basis, Refusal, Sla
+from router.policy.explain import verdicts
 from tests.unit.policy.test_decide import BALANCED, FAST, PRECISE, TABLE, fleet, query
 from tiers.quantization import quantizations_of, shown_quantization
 from tiers.spec import ReplicaState
@@ -45,8 +46,8 @@ def test_only_allowed_precisions_serve_and_take_over() -> None:
     """Neither the choice nor a fallback nor a successor has another one, and the verdicts and the reason say so."""
     asked = query(precisions=frozenset({"fp8", "bf16"}))
     decision = decide(asked, known(fleet()), TABLE)
-    assert (decision.tier, decision.fallbacks) == (BALANCED, (PRECISE,))
-    assert decision.verdicts[0].verdict == "serves awq-int4, and the request allows bf16, fp8 only"
+    assert (decision.tier, fallbacks(decision)) == (BALANCED, (PRECISE,))
+    assert verdicts(decision)[0].verdict == "serves awq-int4, and the request allows bf16, fp8 only"
     assert "the request allows bf16, fp8 only" in decision.reason
     assert successors(PRECISE, asked, known(fleet()), TABLE) == (BALANCED,)
     assert decide(query(PromptClass.CODE, precisions=frozenset({"int4"})), known(fleet()), TABLE).degraded == (
@@ -79,8 +80,8 @@ def test_a_tier_whose_precision_is_not_known_yet_may_turn_out_to_fit() -> None:
 
 def test_only_named_tiers_serve() -> None:
     decision = decide(query(only=frozenset({FAST, PRECISE})), known(fleet()), TABLE)
-    assert (decision.tier, decision.fallbacks) == (FAST, (PRECISE,))
-    assert decision.verdicts[1].verdict == "is not among the tiers that the request allows"
+    assert (decision.tier, fallbacks(decision)) == (FAST, (PRECISE,))
+    assert verdicts(decision)[1].verdict == "is not among the tiers that the request allows"
 
 
 SPEEDS = {

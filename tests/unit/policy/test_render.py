@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from classifier import PromptClass
 from router.policy.decide import decide
+from router.policy.explain import verdict
 from router.policy.render import render_decision, render_features, render_verdict
 from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, fleet, query
 from tiers.spec import PRECISIONS, STANDARD_TIERS, ReplicaState
@@ -40,10 +41,10 @@ def test_a_refusal_has_no_tier_and_says_when() -> None:
 def test_losses_have_their_interval_and_what_they_rest_on() -> None:
     """0 answers: they are published; the reference loses nothing."""
     measured = decide(query(PromptClass.CODE), fleet(speeds=MEASURED), PROFILED)
-    shown = render_verdict(measured.verdict(FAST))
+    shown = render_verdict(verdict(measured, FAST))
     assert (shown["expected_loss"], shown["expected_loss_interval"], shown["loss_answers"]) == (0.2, [0.16, 0.25], 40)
-    assert render_verdict(measured.verdict(PRECISE))["expected_loss"] == 0
-    unknown = render_verdict(decide(query(), fleet(), TABLE).verdict(FAST))
+    assert render_verdict(verdict(measured, PRECISE))["expected_loss"] == 0
+    unknown = render_verdict(verdict(decide(query(), fleet(), TABLE), FAST))
     assert [unknown[name] for name in ("predicted_ttft_ms", "cost")] == [None, None]
 
 

@@ -9,8 +9,7 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from router.aio import Signal
-from router.api.asgi import CLIENT, HOLD
-from router.server.client import HttpClient
+from router.server.client import CLIENT, HOLD, HttpClient
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -18,6 +18,7 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
+from router.api.problems import refusal
 from router.lifecycle import ServerState
 from router.server.handover import HELLO, MOST_PEERS, TAKEN, control_path
 from router.server.http_protocol import protocol_for
@@ -213,7 +214,7 @@ async def test_signals_before_it_listens_end_it_in_order(caplog: pytest.LogCaptu
         steps.append("ended")
 
     settings = ServerSettings()
-    server = Server(Starlette(lifespan=lifespan), ServerState(), settings, protocol_for(settings))
+    server = Server(Starlette(lifespan=lifespan), ServerState(), settings, protocol_for(settings, refusal))
     server._signalled()
     server._signalled()
     with socket.create_server(("127.0.0.1", 0)) as sock:

@@ -23,8 +23,7 @@ from tests.unit.upstream_stack import HI, text_of, until, upstream_stack
 from tiers.spec import STANDARD_TIERS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
-
+    from router.upstream.engine_stream import Drain, Feed
     from tests.unit.upstream_stack import UpstreamStack
 
 pytestmark = pytest.mark.anyio
@@ -74,10 +73,8 @@ async def test_tokens_are_counted_before_the_engine_gives_its_counts() -> None:
     """By the ids of a chunk, of which one may hold several."""
     async with upstream_stack(fast=Behaviour(group=3, break_after=6)) as stack:
         answer = await stack.stream()
-        await answer.read()
         with pytest.raises(EngineBroke):
-            while await answer.read():
-                pass
+            await text_of(answer)
         assert (answer.usage, answer.output_tokens) == ({}, 6)
         await answer.aclose()
 
@@ -100,10 +97,9 @@ async def test_an_answer_that_is_left_ends_at_the_engine() -> None:
 async def test_what_came_before_a_fault_is_read_before_it(fault: dict[str, Any]) -> None:
     """Without anybody to go on with it, the fault is the caller's to tell."""
     async with upstream_stack(fast=Behaviour(**fault)) as stack:
-        answer, found = await stack.stream(), []
+        answer, found = await stack.stream(), list[str]()
         with pytest.raises(EngineBroke) as broken:
-            while (chunks := await answer.read()) is not None:
-                found += [chunk.text for chunk in chunks]
+            await text_of(answer, found=found)
         assert "".join(found) == "The capital of"
         assert not answer.complete
         await answer.aclose(broken.value)
@@ -114,9 +110,8 @@ async def test_what_came_before_a_fault_is_read_before_it(fault: dict[str, Any])
 async def test_a_stream_without_an_end_is_broken(end: bytes, why: str) -> None:
     async with upstream_stack(fast=Behaviour(nonsense=PLAIN + end)) as stack:
         answer = await relayed(stack)
-        assert await answer.read()
         with pytest.raises(EngineBroke, match=why):
-            await answer.read()
+            await text_of(answer)
         await answer.aclose()
 
 
@@ -128,11 +123,11 @@ async def test_a_silent_engine_has_stalled() -> None:
         await answer.aclose()
 
 
-async def rest(answer: EngineStream, _broken: EngineBroke) -> AsyncGenerator[Chunk, None]:
+async def rest(answer: EngineStream, _broken: EngineBroke, feed: Feed, _drain: Drain) -> None:
     assert answer.progress is not None
     for chunk in (Chunk(text=" new", token_ids=[1]), Chunk(text=" end", token_ids=[2], finish_reason="stop")):
         answer.progress.note(chunk)
-        yield chunk
+        feed([chunk])
 
 
 async def test_a_broken_answer_goes_on_with_what_others_compute() -> None:
@@ -163,8 +158,8 @@ async def test_progress_knows_the_tokens_that_came() -> None:
         with pytest.raises(EngineBroke):
             await text_of(answer)
         assert answer.progress is not None
-        assert answer.progress.prompt_ids == [1, 2, 3]
-        assert answer.progress.output_ids == [PIECE, PIECE + 1, PIECE + 2]
+        assert list(answer.progress.prompt_ids) == [1, 2, 3]
+        assert list(answer.progress.output_ids) == [PIECE, PIECE + 1, PIECE + 2]
         assert answer.progress.text == "The capital of"
         await answer.aclose()
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
-from router.upstream.transport import body_of, parts_of
+from router.upstream.transport import body_of
 from tests.fakes.engine import Behaviour
 from tests.unit.upstream_stack import upstream_stack
 
@@ -41,15 +40,4 @@ async def test_no_more_of_a_body_is_read_than_is_wanted() -> None:
         response = await ask(stack)
         found = await body_of(response, 1000)
         assert 1000 < len(found) < len(LARGE)
-        await response.aclose()
-
-
-async def test_parts_come_as_they_are_and_end_when_closed() -> None:
-    async with upstream_stack(fast=Behaviour(instead={PATH: LARGE})) as stack:
-        response = await ask(stack)
-        async with aclosing(parts_of(response)) as parts:
-            found = [part async for part in parts]
-        assert b"".join(found) == LARGE.encode()
-        assert len(found) > 1
-        assert [part async for part in parts] == []
         await response.aclose()

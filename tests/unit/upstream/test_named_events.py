@@ -9,15 +9,12 @@ import pytest
 
 from router.upstream.errors import EngineBroke
 from router.upstream.named_events import (
-    MESSAGE_FORMAT,
-    RESPONSE_FORMAT,
     read_message,
     read_message_event,
     read_response,
     read_response_event,
 )
-from router.upstream.sse import plain_end
-from tests.fakes.named_events import MessageScript, ResponseScript, event
+from tests.fakes.named_events import event
 
 COUNTS = {"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13}
 SECRET = "what somebody asked"
@@ -135,16 +132,4 @@ def test_other_answers_are_none(content: bytes) -> None:
 def test_comments_are_kept() -> None:
     for read in (read_message_event, read_response_event):
         chunk = read(b": still here")
-        assert (chunk.raw, chunk.data, chunk.visible) == (b": still here", None, False)
-
-
-@pytest.mark.parametrize("text", ["a", ' "quoted" \\ ', "Ünïcödé 北京 🦊", "line\nbreak\ttab"])
-def test_plain_events_hold_text_and_nothing_else(text: str) -> None:
-    """They are found without being parsed, with their text as it is written; all other events are left for the parser."""
-    for script, form in ((MessageScript("m", 1), MESSAGE_FORMAT), (ResponseScript("m", 1), RESPONSE_FORMAT)):
-        first, *_ = script.begin()
-        piece = script.piece(text)
-        assert [json.loads(b'"%b"' % found) for found, _ in form.plain.findall(piece * 2)] == [text, text]
-        assert piece.count(b"\n") == form.lines
-        assert plain_end(piece + piece + first + piece, form.plain) == 2 * len(piece)
-        assert not form.plain.findall(first)
+        assert (chunk.raw, chunk.visible) == (b": still here", False)

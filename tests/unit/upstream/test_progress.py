@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,12 +42,12 @@ def test_what_an_engine_keeps_back_is_not_settled() -> None:
 def test_text_without_tokens_cannot_be_continued() -> None:
     progress = spoken(Progress(), ("The", (1,)), (" end", ()))
     assert not progress.resumable
-    progress.prompt_ids = [7]
+    progress.prompt_ids = array("I", [7])
     assert progress.usage == {}, "the engine did not tell all of its tokens"
 
 
 def test_reasoning_cannot_be_continued_but_is_counted() -> None:
-    progress = Progress(prompt_ids=[7, 8])
+    progress = Progress(prompt_ids=array("I", [7, 8]))
     progress.note(Chunk(token_ids=(1,), other=True))
     assert not progress.resumable
     assert progress.usage == {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
@@ -60,14 +62,14 @@ def test_tokens_without_text_are_remembered() -> None:
 def test_going_back_forgets_what_came_after() -> None:
     progress = spoken(Progress(), ("a", (1,)), ("b", (2,)), ("c", (3,)))
     progress.rest_at(2, "ab")
-    assert (progress.output_ids, progress.text, progress.begun) == ([1, 2], "ab", Point(2, 2))
+    assert (list(progress.output_ids), progress.text, progress.begun) == ([1, 2], "ab", Point(2, 2))
     assert spoken(progress, ("d", (9,))).point == Point(3, 3)
 
 
 def test_a_stop_string_ends_with_the_token_that_completes_it() -> None:
     progress = spoken(Progress(), ("ab", (1,)), ("cd", (2,)), ("ef", (3,)))
     progress.stop_at(3)
-    assert (progress.output_ids, progress.finish_reason) == ([1, 2], "stop")
+    assert (list(progress.output_ids), progress.finish_reason) == ([1, 2], "stop")
 
 
 @given(st.lists(st.tuples(st.text(max_size=4), st.integers(0, 9)), max_size=30), st.integers(0, 6))

@@ -1,21 +1,13 @@
-"""Engines' events as they come: what came together, faults after good events, and what is closed."""
+"""Engines' events as they come: cut anywhere, written in any way, with faults after good events."""
 
 from __future__ import annotations
 
-import gc
-import weakref
-from typing import TYPE_CHECKING
+import json
 
-import httpx
 import pytest
 
 from router.upstream.errors import EngineBroke
-from router.upstream.sse import DONE, MAX_EVENT_BYTES, Chunk, EventSource, parse_event
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-pytestmark = pytest.mark.anyio
+from router.upstream.sse import DONE, MAX_EVENT_BYTES, Chunk, EventParser, parse_event
 
 
 def event(number: int) -> bytes:
@@ -23,39 +15,17 @@ def event(number: int) -> bytes:
 
 
 def chunk(number: int) -> Chunk:
-    return Chunk(event(number).strip(), {"choices": [], "n": number})
+    return Chunk(event(number).strip())
 
 
-class Parts(httpx.AsyncByteStream):
-    """A body that comes in parts; knows whether it is being read."""
-
-    def __init__(self, *parts: bytes, breaks: bool = False) -> None:
-        self._parts, self._breaks = parts, breaks
-        self.reading = False
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        self.reading = True
-        try:
-            for part in self._parts:
-                yield part
-            if self._breaks:
-                raise httpx.ReadError("cut")
-        finally:
-            self.reading = False
-
-
-def stream_of(parts: Parts) -> EventSource:
-    return EventSource(httpx.Response(200, stream=parts))
-
-
-async def test_what_came_together_is_returned_together() -> None:
-    parts = Parts(event(1) + event(2) + event(3)[:2], event(3)[2:-1], b"\n: ping\n\n", DONE + b"\n\n")
-    stream = stream_of(parts)
-    assert await stream.next() == [chunk(1), chunk(2)]
-    assert await stream.next() == [chunk(3), Chunk(b": ping")]
-    assert await stream.next() is None, "the end is no chunk"
-    assert not parts.reading
-    assert await stream.next() is None
+def test_what_came_together_is_returned_together() -> None:
+    parser = EventParser()
+    assert parser.feed(event(1) + event(2) + event(3)[:2]) == [chunk(1), chunk(2)]
+    assert parser.feed(event(3)[2:-1]) == []
+    assert parser.feed(b"\n: ping\n\n") == [chunk(3), Chunk(b": ping")]
+    assert not parser.ended
+    assert parser.feed(DONE + b"\n\n") == [], "the end is no chunk"
+    assert (parser.over, parser.ended) == (True, True)
 
 
 WRITINGS = {
@@ -72,86 +42,62 @@ WRITINGS = {
 
 
 @pytest.mark.parametrize("writing", WRITINGS)
-async def test_every_writing_of_events_is_read(writing: str) -> None:
+def test_every_writing_of_events_is_read(writing: str) -> None:
     """As the standard has it, wherever the stream is cut."""
     stream = WRITINGS[writing]
     for cut in range(1, len(stream)):
-        source, found = stream_of(Parts(stream[:cut], stream[cut : cut + 1], stream[cut + 1 :])), []
-        while (chunks := await source.next()) is not None:
-            found += [(given.data, given.raw) for given in chunks if given.data is not None]
-        assert [data for data, _ in found] == [{"choices": [], "n": number} for number in (1, 2)], cut
-        assert all(raw.startswith(b"data: {") and raw.count(b"\n") == 0 for _, raw in found)
+        parser = EventParser()
+        found = [
+            each for part in (stream[:cut], stream[cut : cut + 1], stream[cut + 1 :]) for each in parser.feed(part)
+        ]
+        read = [json.loads(each.raw[5:]) for each in found if each.raw.startswith(b"data: {")]
+        assert read == [{"choices": [], "n": number} for number in (1, 2)], cut
+        assert parser.over
+        assert all(b"\n" not in each.raw for each in found)
 
 
-async def test_nothing_after_the_end_is_read() -> None:
-    stream = stream_of(Parts(event(1) + DONE + b"\n\ndata: {nonsense\n\n"))
-    assert await stream.next() == [chunk(1)]
-    assert await stream.next() is None
+def test_nothing_after_the_end_is_read() -> None:
+    parser = EventParser()
+    assert parser.feed(event(1) + DONE + b"\n\ndata: {nonsense\n\n") == [chunk(1)]
+    assert parser.feed(event(2)) == []
+    parser.check()
 
 
 @pytest.mark.parametrize(
-    ("parts", "fault"),
+    ("bad", "fault"),
     [
-        (Parts(event(1) + b'data: {"error":{}}\n\n' + event(2)), "reported an error"),
-        (Parts(event(1) + b'data: {"cut\n\n'), "not a chunk"),
-        (Parts(event(1)), "ended early"),
-        (Parts(event(1), b'data: {"a"'), "ended early"),
-        (Parts(event(1), breaks=True), "broke off"),
+        (b'data: {"error":{}}\n\n', "reported an error"),
+        (b'data: {"cut\n\n', "not a chunk"),
+        (b'data: {"choices":[],"note":"\xff"}\n\n', "not a chunk"),
+        (b"x" * (MAX_EVENT_BYTES + 1), "an event of over"),
     ],
 )
-async def test_what_came_before_a_fault_is_returned_before_it(parts: Parts, fault: str) -> None:
-    stream = stream_of(parts)
-    assert await stream.next() == [chunk(1)]
+def test_what_came_before_a_fault_is_returned_before_it(bad: bytes, fault: str) -> None:
+    """A fault is raised once, and nothing after it is read."""
+    parser = EventParser()
+    assert [*parser.feed(event(1) + bad[:9]), *parser.feed(bad[9:]), *parser.feed(event(2))] == [chunk(1)]
+    assert (parser.ended, parser.over) == (True, False)
     with pytest.raises(EngineBroke, match=fault):
-        await stream.next()
-    assert not parts.reading
-    assert await stream.next() is None, "a fault is raised once"
+        parser.check()
+    parser.check()
 
 
-async def test_an_event_without_an_end_is_not_kept_for_ever() -> None:
-    """Beyond a bound it is the engine's fault, and no more is read."""
-    endless = Parts(event(1), *([b"x" * (1 << 16)] * (MAX_EVENT_BYTES // (1 << 16) + 2)), b"\n\n", event(2))
-    stream = stream_of(endless)
-    assert await stream.next() == [chunk(1)]
-    with pytest.raises(EngineBroke, match="an event of over"):
-        await stream.next()
-    assert not endless.reading
+def test_an_event_that_comes_in_many_parts_is_whole() -> None:
+    parser, whole = EventParser(), event(1) + event(2) + DONE + b"\n\n"
+    assert [each for at in range(len(whole)) for each in parser.feed(whole[at : at + 1])] == [chunk(1), chunk(2)]
+    assert parser.over
 
 
-async def test_an_event_that_comes_in_many_parts_is_whole() -> None:
-    """Its end is found wherever the parts were cut."""
-    whole = event(1) + event(2) + DONE + b"\n\n"
-    stream = stream_of(Parts(*(whole[at : at + 1] for at in range(len(whole)))))
-    assert [await stream.next(), await stream.next(), await stream.next()] == [[chunk(1)], [chunk(2)], None]
-
-
-async def test_a_fault_that_has_come_can_be_asked_for() -> None:
-    stream = stream_of(Parts(event(1), event(2) + b'data: {"error":{}}\n\n'))
-    await stream.next()
-    stream.check()
-    await stream.next()
-    with pytest.raises(EngineBroke, match="reported an error"):
-        stream.check()
-
-
-async def test_a_fault_leaves_nothing_for_the_collector() -> None:
-    parts = Parts(event(1) + b'data: {"error":{}}\n\n')
-    stream, held = stream_of(parts), weakref.ref(parts)  # a stream itself takes no weak reference
-    gc.disable()
-    try:
-        await stream.next()
-        try:
-            await stream.next()
-        except EngineBroke:
-            del stream, parts
-        assert held() is None
-    finally:
-        gc.enable()
-
-
-async def test_empty_events_are_none() -> None:
-    stream = stream_of(Parts(b"\n\n\n\n" + event(1) + DONE + b"\n\n"))
-    assert await stream.next() == [chunk(1)]
+@pytest.mark.parametrize(
+    "order",
+    [
+        b'data: {"choices":[{"token_ids":[7],"finish_reason":null,"delta":{"content":"a"},"new":{"x":[1]}}],"usage":null}',
+        b'data:{"new":true,"usage":null,"choices":[{"delta":{"content":"a"},"token_ids":[7]}]}',
+    ],
+)
+def test_members_in_any_order_and_unknown_ones_make_the_same_chunk(order: bytes) -> None:
+    read = parse_event(order)
+    assert (read.text, read.token_ids, read.finish_reason, read.other, read.choice) == ("a", [7], None, False, True)
 
 
 def test_a_fault_does_not_quote_the_engine() -> None:
@@ -159,7 +105,6 @@ def test_a_fault_does_not_quote_the_engine() -> None:
     with pytest.raises(EngineBroke) as caught:
         parse_event(b'data: {"choices": [{"delta": {"content": 7}}], "secret": "prompt"}')
     assert caught.value.__cause__ is None
-    assert caught.value.__suppress_context__
     assert "prompt" not in str(caught.value.__context__)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from router.upstream import transport as module
 from router.upstream.transport import (
     KEEP_ALIVE_S,
     MAX_HEAD_BYTES,
@@ -60,7 +61,7 @@ class Wire(asyncio.Transport):
 
 
 def connection_with_request(*, head_only: bool = False) -> tuple[Connection, Wire]:
-    wire, connection = Wire(), Connection(("http", "engine", 80), lambda _: None)
+    wire, connection = Wire(), Connection(("http", "engine", 80), lambda _: None, lambda _: None)
     connection.connection_made(wire)
     connection.send(b"GET / HTTP/1.1\r\n\r\n", head_only=head_only)
     return connection, wire
@@ -204,7 +205,7 @@ async def test_an_answer_in_another_protocol_ends_the_wait() -> None:
 
 async def test_a_connection_that_was_closed_before_its_request_is_an_error() -> None:
     """uvloop may read the end before whoever made the connection goes on."""
-    wire, connection = Wire(), Connection(("http", "engine", 80), lambda _: None)
+    wire, connection = Wire(), Connection(("http", "engine", 80), lambda _: None, lambda _: None)
     connection.connection_made(wire)
     connection.connection_lost(None)
     with pytest.raises(httpx.ReadError):
@@ -576,6 +577,66 @@ async def test_closing_ends_what_is_open() -> None:
             await made.handle_async_request(post(engine.url))
 
 
-async def test_a_connection_shows_what_it_does() -> None:
-    connection, _ = connection_with_request()
-    assert repr(connection) == "<Connection active http://engine:80>"
+END = CHUNKED.index(b"0\r\ntrailer")
+
+
+@pytest.mark.parametrize(
+    ("parts", "kept"),
+    [
+        ([CHUNKED[END:]], True),
+        ([CHUNKED[at : at + 1] for at in range(END, len(CHUNKED))], True),
+        ([b"1\r\nx\r\n" + CHUNKED[END:]], True),
+        ([CHUNKED[END:] + PLAIN], False),
+        ([CHUNKED[END:], PLAIN], False),
+        ([b"no chunk"], False),
+    ],
+)
+async def test_a_connection_whose_answer_was_read_is_kept_once_its_end_has_come(
+    parts: list[bytes], *, kept: bool
+) -> None:
+    wire, connection = (
+        Wire(),
+        Connection(("http", "engine", 80), lambda _: None, lambda it: kept_then.append(it.rest())),
+    )
+    kept_then = list[bool]()
+    connection.connection_made(wire)
+    connection.send(b"GET / HTTP/1.1\r\n\r\n", head_only=False)
+    connection.data_received(CHUNKED[:END])
+    body = Body(connection, lambda it: kept_then.append(it.rest()))
+    body.expect_end()
+    await body.aclose()
+    assert (kept_then, wire.closed, connection.state) == ([False], False, ConnectionState.ENDING)
+    for part in parts:
+        connection.data_received(part)
+    assert (kept_then[-1] and not wire.closed) is kept
+
+
+async def read_stream(made: EngineTransport, url: str) -> None:
+    response = await made.handle_async_request(post(url, pool=5.0))
+    assert isinstance(response.stream, Body)
+    await response.stream.pump(lambda part: not part.endswith(b"lo"))
+    response.stream.expect_end()
+    await response.aclose()
+
+
+async def test_a_connection_whose_end_does_not_come_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LAST_CHUNK_S", 0.01)
+
+    async def silent(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await engine.request(reader)
+        writer.write(CHUNKED[:END])
+
+    async with engine_with(silent) as engine, transport(1) as made:
+        await read_stream(made, engine.url)
+        await read_stream(made, engine.url)
+        await engine.ended.wait()
+        assert engine.connections == 2
+
+
+async def test_streams_one_after_another_have_one_connection() -> None:
+    async with engine_with(answers(CHUNKED[:END], CHUNKED[END:])) as engine, transport() as made:
+        for _ in range(5):
+            await read_stream(made, engine.url)
+            while made._active:
+                await asyncio.sleep(0)
+        assert engine.connections == 1

@@ -1,27 +1,35 @@
-"""Plain events that pass without a task being woken: the same answer wherever it is split, and nothing passes unseen."""
+"""Events that pass without a task being woken: the same answer wherever it is split, and nothing passes unseen."""
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
+from router.telemetry.tracing import Telemetry
 from router.upstream import transport
+from router.upstream.engine_request import ChatRequest
+from router.upstream.engine_stream import Attempt, EngineStream, OverflowHold, OverflowServer
 from router.upstream.errors import EngineBroke, EngineStalled
 from router.upstream.progress import Progress
-from router.upstream.sse import Chunk, EventSource, parse_event
+from router.upstream.sse import parse_event
 from router.upstream.transport import Body
 from tests.unit.own_engines import until
 from tests.unit.upstream.test_transport import connection_with_request
+from tiers.spec import TierName, TierSpec
 
 if TYPE_CHECKING:
-    from router.upstream.sse import PlainTexts
+    from collections.abc import Sequence
+
+    from router.upstream.sse import Chunk
     from router.upstream.transport import Connection
 
 pytestmark = pytest.mark.anyio
+ASKED = ChatRequest((), 9, {}, 0, "r1", wants_usage=False)
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 OPENED = (
     b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,'
@@ -57,42 +65,39 @@ def on_wire(events: list[bytes], *, end: bytes = b"data: [DONE]\n\n") -> bytes:
 
 
 class Reader:
-    """Reads a stream as an answer is relayed: plain events as they come, others one by one."""
+    """An answer that is relayed from a connection, without the head and the parts before."""
 
     def __init__(self, *, takes: int = 1 << 30) -> None:
         self.connection, _ = connection_with_request()
         self.raw = b""
-        self.plain: list[tuple[bytes, bytes]] = []
-        self.progress = Progress()
-        self.parsed: list[Chunk] = []
         self._takes = takes
-        self._source = EventSource(httpx.Response(200, stream=Body(self.connection, lambda _: None)))
+        spec = TierSpec(TierName.FAST, 4096, 16, 1, urls=("http://engine",), precision="awq")
+        response = httpx.Response(200, stream=Body(self.connection, lambda _: None))
+        hold = OverflowHold(OverflowServer("e", spec), 1, lambda: None)
+        span = Telemetry(None).start_overflow("e", "http://engine", "m", ASKED)
+        self.answer = EngineStream(Attempt(TierName.FAST, hold, response, span, 0, 0.0, 100, 0.0), ASKED)
 
-    def take(self, events: bytes, texts: PlainTexts) -> bool:
-        self.raw += events
-        self.plain += texts
-        self.progress.keep(texts)
+    @property
+    def progress(self) -> Progress:
+        assert self.answer.progress is not None
+        return self.answer.progress
+
+    def take(self, chunks: Sequence[Chunk]) -> bool:
+        self.raw += b"".join(chunk.raw + b"\n\n" for chunk in chunks)
         self._takes -= 1
         return self._takes > 0
 
     async def read(self) -> None:
         await self.connection.head()
-        while True:
-            await self._source.pump(self.take)
-            chunks = await self._source.next()
-            if chunks is None:
-                return
-            for chunk in chunks:
-                self.raw += chunk.raw + b"\n\n"
-                self.parsed.append(chunk)
-                self.progress.note(chunk)
+        self.limit(100)
+        await self.answer.relay(self.take, partial(asyncio.sleep, 0))
 
     def limit(self, limit_s: float) -> None:
-        self._source.limit_reads(limit_s)
+        self.connection.read_timeout_s, self.connection.from_sending = limit_s, False
 
 
 def expected(events: list[bytes]) -> Progress:
-    """Return how far an answer is if each of its events is parsed."""
+    """Return how far an answer is once each of its events is noted."""
     progress = Progress()
     for event in events:
         progress.note(parse_event(event))
@@ -106,19 +111,35 @@ async def feed(connection: Connection, *parts: bytes) -> None:
 
 
 async def test_an_answer_is_the_same_wherever_it_is_split() -> None:
-    """Every byte boundary; and what is kept of it says as much as if each event had been parsed."""
-    wire, parsed = on_wire(ANSWER), expected(ANSWER)
+    """Every byte boundary; nothing is lost, doubled or changed."""
+    wire, noted = on_wire(ANSWER), expected(ANSWER)
     for split in range(len(HEAD), len(wire)):
         reader = Reader()
         reading = asyncio.create_task(reader.read())
         await feed(reader.connection, wire[:split], wire[split:])
         await reading
         assert reader.raw == b"".join(event + b"\n\n" for event in ANSWER)
-        assert len(reader.plain) + len(reader.parsed) == len(ANSWER)
-        reader.progress.catch_up()
-        assert (reader.progress.text, reader.progress.output_ids) == (parsed.text, parsed.output_ids)
-        assert (reader.progress.point, reader.progress.settled) == (parsed.point, parsed.settled)
-        assert (reader.progress.finish_reason, reader.progress.resumable) == ("stop", parsed.resumable)
+        found = reader.progress
+        assert (found.text, found.output_ids, found.prompt_ids) == (noted.text, noted.output_ids, noted.prompt_ids)
+        assert (found.point, found.settled) == (noted.point, noted.settled)
+        assert (found.finish_reason, found.resumable, reader.answer.complete) == ("stop", noted.resumable, True)
+
+
+async def test_a_break_at_every_byte_is_told_after_what_came() -> None:
+    """Whole events before it are passed on, and no part of one; the answer ends with one error, or whole."""
+    wire = on_wire(ANSWER)
+    for end in range(len(HEAD), len(wire)):
+        reader = Reader()
+        reading = asyncio.create_task(reader.read())
+        await feed(reader.connection, wire[:end])
+        await asyncio.sleep(0)
+        reader.connection.connection_lost(ConnectionResetError())
+        await asyncio.wait({reading})
+        whole = b"".join(event + b"\n\n" for event in ANSWER)
+        assert whole.startswith(reader.raw)
+        assert reader.raw == b"" or reader.raw.endswith(b"\n\n")
+        assert isinstance(reading.exception(), EngineBroke) is not reader.answer.complete
+        assert not reader.answer.complete or reader.raw == whole
 
 
 async def test_events_that_come_one_by_one_wake_nobody() -> None:
@@ -140,27 +161,6 @@ async def test_events_that_come_one_by_one_wake_nobody() -> None:
     assert reader.connection.take is None
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
-        chat("a").replace(b'"delta"', b'"delta" '),
-        chat("a").replace(b'"logprobs":null', b'"logprobs":{"content":[]}'),
-        chat("a").replace(b'"content"', b'"reasoning"'),
-        chat("a", "[7]").replace(b"]}]}", b']}],"usage":null}'),
-        OPENED,
-        USAGE,
-    ],
-)
-async def test_what_is_more_than_text_is_parsed(odd: bytes) -> None:
-    reader = Reader()
-    reading = asyncio.create_task(reader.read())
-    await feed(reader.connection, on_wire([chat("a"), odd, chat("b")]))
-    await reading
-    assert reader.raw == b"".join(event + b"\n\n" for event in (chat("a"), odd, chat("b")))
-    assert odd in [chunk.raw for chunk in reader.parsed]
-    assert reader.plain == [(b"a", b"7")], "what came with it is parsed as well"
-
-
 @pytest.mark.parametrize("text", [b"\xff", b"\\q", b"\\ud800", b"\x01", b"\\"])
 async def test_text_that_is_no_json_is_not_passed(text: bytes) -> None:
     reader = Reader()
@@ -176,7 +176,7 @@ async def test_a_taker_that_has_enough_gets_no_more_until_it_asks_again() -> Non
     reading = asyncio.create_task(reader.read())
     await feed(reader.connection, HEAD)
     await asyncio.sleep(0)
-    events = [chat(str(number)) for number in range(4)]
+    events = [*(chat(str(number)) for number in range(3)), chat("3", finish='"stop"')]
     for event in events:
         part = event + b"\n\n"
         reader.connection.data_received(b"%x\r\n%b\r\n" % (len(part), part))
@@ -186,21 +186,10 @@ async def test_a_taker_that_has_enough_gets_no_more_until_it_asks_again() -> Non
     assert reader.raw == b"".join(event + b"\n\n" for event in events)
 
 
-async def test_a_fault_comes_after_what_came_before_it() -> None:
-    reader = Reader()
-    reading = asyncio.create_task(reader.read())
-    await feed(reader.connection, on_wire([chat("a"), chat("b")], end=b"")[:-30])
-    reader.connection.connection_lost(ConnectionResetError())
-    with pytest.raises(EngineBroke, match="broke off"):
-        await reading
-    assert reader.raw == chat("a") + b"\n\n"
-
-
 async def test_silence_between_plain_events_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(transport, "time", SimpleNamespace(monotonic=lambda: now))
     reader = Reader()
-    reader.limit(100)
     reading = asyncio.create_task(reader.read())
     await feed(reader.connection, HEAD)
     part = chat("a") + b"\n\n"
@@ -214,22 +203,4 @@ async def test_silence_between_plain_events_is_noticed(monkeypatch: pytest.Monke
     reader.connection.look(100)
     with pytest.raises(EngineStalled, match="100 s"):
         await reading
-    assert len(reader.plain) == 4
-
-
-def test_ids_that_are_none_end_what_could_be_continued() -> None:
-    progress = Progress()
-    progress.keep([(b"a", b"1"), (b"b", b"2,,3")])
-    progress.catch_up()
-    assert (progress.text, progress.output_ids, progress.resumable) == ("ab", [1], False)
-
-
-def test_what_is_noted_between_plain_events_stays_in_order() -> None:
-    progress = Progress()
-    for event in (chat("a"), chat("b")):
-        progress.note(parse_event(event))
-    progress.keep([(b"c", b"7")])
-    progress.note(parse_event(chat("d")))
-    progress.keep([(b"e", b"7")])
-    progress.catch_up()
-    assert progress.text == "abcde"
+    assert reader.raw.count(b"data: ") == 4

@@ -1,4 +1,4 @@
-"""Who gets past the gate, around a small application: keys, hosts, origins, a router that drains, and its deadline."""
+"""Who gets past it, around a small application: keys, hosts, origins, a router that drains, and its deadline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from router.api.asgi import body_message, context_of, start_message
 from router.auth.api_keys import KeyStore, add_key
 from router.lifecycle import ServerPhase, ServerState
-from router.server.gate import Gate
+from router.middleware.request import RequestMiddleware
 from router.telemetry.tracing import Telemetry
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.anyio
 
 @dataclass(slots=True)
 class Doorway:
-    """A gate around an application that answers with its caller, and what came out of it."""
+    """The middleware around an application that answers with its caller, and what came out of it."""
 
     keys: KeyStore
     local_names: Collection[str] | None = None
@@ -59,7 +59,7 @@ class Doorway:
 
         pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
         scope: dict[str, Any] = {"type": "http", "method": method, "path": path, "headers": pairs, "query_string": b""}
-        gate = Gate(
+        middleware = RequestMiddleware(
             self.app,
             self.keys,
             Telemetry(None),
@@ -68,7 +68,7 @@ class Doorway:
             direct={},
             local_names=self.local_names,
         )
-        await gate(scope, receive, send)
+        await middleware(scope, receive, send)
         assert not self.state.active_requests
         named = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
         return sent[0]["status"], named, b"".join(message["body"] for message in sent[1:])

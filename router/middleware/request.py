@@ -1,4 +1,4 @@
-"""The outermost layer: gives each request its ids, and checks its key, host and origin before anything else."""
+"""Gives each request its ids, and checks its key, host and origin before anything else."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from functools import lru_cache
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from router.api.asgi import CLIENT, CONTEXT, TRACKER, ForeignHost, ForeignPage, body_message, context_of, forget
+from router.api.asgi import CONTEXT, TRACKER, ForeignHost, ForeignPage, body_message, context_of, forget
 from router.api.paths import PAGE, error_form
 from router.api.problems import Draining, describe, is_known, response_to
 from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized, UnknownSigner
 from router.lifecycle import ResponseTracker, ServerPhase
 from router.pipeline.request import RequestContext
+from router.server.client import CLIENT
 from router.telemetry.logs import begin_request, log_failure
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from router.api.asgi import Client
     from router.lifecycle import ServerState
+    from router.server.client import HttpClient
     from router.telemetry.tracing import Telemetry
 
 log = logging.getLogger(f"qarr.{__name__}")
@@ -32,8 +33,8 @@ SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}  # they change nothing, and pages of o
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
-class Gate:
-    """An ASGI application around the router's.
+class RequestMiddleware:
+    """The outermost middleware.
 
     Args:
         app: The router's application.
@@ -75,7 +76,7 @@ class Gate:
             return
         task = asyncio.current_task()
         assert task is not None
-        client: Client | None = scope.get(CLIENT)
+        client: HttpClient | None = scope.get(CLIENT)
         if client is None:
             tracker = ResponseTracker(send, send, self._server_state)
         else:

@@ -1,0 +1,1 @@
+"""What every request passes first: ids, keys, hosts and origins."""

@@ -1,0 +1,225 @@
+"""Decisions in words: why a tier was chosen, and what speaks against each of the others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from classifier import PromptClass
+from classifier.kinds import Complexity
+from router.policy.decision import SURE, Basis, Refusal
+from router.policy.losses import one_in
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from router.policy.decision import Choice, Decision, Estimate, Query, Sort
+    from router.policy.losses import ExpectedLoss
+    from tiers.spec import ReplicaState, TierName
+
+CHOSEN = "chosen"
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """What the policy predicts of one tier for this request at the present load. None: not known yet.
+
+    Attributes:
+        cost: Engine-seconds, times the tier's price.
+        verdict: ``chosen``, or why not.
+        cached_prompt_tokens: Tokens of the prompt that the replica that would serve it is likely to have in its cache.
+    """
+
+    tier: TierName
+    state: ReplicaState
+    predicted_ttft_ms: float | None
+    predicted_tpot_ms: float | None
+    expected_loss: ExpectedLoss | None
+    cost: float | None
+    verdict: str
+    cached_prompt_tokens: int | None = None
+
+
+def verdicts(decision: Decision) -> tuple[TierReport, ...]:
+    """Return a report on each tier, by rising precision."""
+    return tuple([_report(decision.choice, each) for each in decision.choice.estimates])
+
+
+def verdict(decision: Decision, tier: TierName) -> TierReport:
+    """Return the report on one tier.
+
+    Raises:
+        KeyError: The fleet had no such tier.
+    """
+    return _report(decision.choice, decision.estimate(tier))
+
+
+def _report(choice: Choice, estimate: Estimate) -> TierReport:
+    cost = estimate.cost
+    return TierReport(
+        tier=estimate.tier,
+        state=estimate.state,
+        predicted_ttft_ms=estimate.predicted_ttft_ms,
+        predicted_tpot_ms=estimate.predicted_tpot_ms,
+        expected_loss=estimate.loss,
+        cost=None if cost is None else round(cost, 4),
+        verdict=_verdict(choice, estimate),
+        cached_prompt_tokens=estimate.cached,
+    )
+
+
+def _verdict(choice: Choice, estimate: Estimate) -> str:
+    chosen = choice.chosen
+    if chosen is not None and estimate.tier is chosen.tier:
+        return CHOSEN
+    if not estimate.meets or estimate.unfit:
+        return _against(choice, estimate)
+    if chosen is None:
+        return "not asked for"
+    if estimate.loss.mean > estimate.allowed and choice.scarcity < 1:
+        return f"would get {one_in(estimate.loss.mean)} answers wrong; engines are not scarce enough for that"
+    if chosen.cost is not None and estimate.cost is not None and estimate.under_load:
+        return f"would do, at {estimate.cost:.2g} engine-seconds instead of {chosen.cost:.2g}"
+    return f"would do; {chosen.tier} was taken"
+
+
+def reason(choice: Choice, longest: int) -> str:
+    """Return why, for a person. What was asked for and is not given comes first.
+
+    Args:
+        choice: What is to be explained.
+        longest: Context of the tiers for which the request alone is too long, in tokens; 0: there are others, or none.
+    """
+    chosen, query = choice.chosen, choice.query
+    if chosen is None:
+        found = "; ".join([f"{each.tier} {_verdict(choice, each)}" for each in choice.asked])
+        # Libraries know these words.
+        return f"This model's maximum context length is {longest} tokens: {found}" if longest else found
+    found = _why(choice, chosen)
+    if query.hint is not None and chosen.tier is not query.hint:
+        hinted = next(each for each in choice.estimates if each.tier is query.hint)
+        against = "not chosen" if hinted.meets else _against(choice, hinted)
+        found = f"hint {query.hint} not taken: {against}; {found}"
+    if query.precisions is not None:
+        found += f"; the request allows {', '.join(sorted(query.precisions))} only"
+    return f"over budget, so only {chosen.tier} may serve; {found}" if query.over_budget else found
+
+
+def _why(choice: Choice, chosen: Estimate) -> str:
+    basis, sort = choice.basis, choice.query.sort
+    if choice.given_up:
+        given_up = " and ".join([what for what in choice.given_up if what != "unmeasured"])
+        known = f"expected to meet the SLA: {given_up} given up" if given_up else "known to meet the SLA"
+        return f"no tier is {known}, {chosen.tier} taken"
+    if basis is Basis.HINT:
+        return f"hint {chosen.tier}"
+    if basis is Basis.DEGRADED_QUALITY:
+        return f"degraded to {chosen.tier}: {_unfit(choice, chosen)}, {_no_better(choice.asked)}"
+    if basis is Basis.SORT and sort is not None:
+        return f"{_kind(choice)}: {_sorted_text(chosen, sort)}"
+    return f"{_kind(choice)}: {_chosen_text(choice, chosen)}"
+
+
+def _kind(choice: Choice) -> str:
+    features = choice.query.features
+    sure = features.confidence >= SURE or features.prompt_class is PromptClass.UNKNOWN
+    kind = features.prompt_class.value.replace("_", " ") if sure else f"probably {features.prompt_class.value}"
+    return f"{kind}, {(features.complexity or Complexity.MODERATE).value}"
+
+
+def _chosen_text(choice: Choice, chosen: Estimate) -> str:
+    highest, loss, name, within = choice.estimates[-1].tier, chosen.loss, chosen.tier, choice.within
+    if choice.basis is Basis.BUDGET:
+        wrong = f"{name} would get {one_in(loss.mean)} answers wrong that {highest} gets right ({loss.basis})"
+        return f"{wrong}, within the loss budget while engine time is scarce, and {_cheap_text(choice, chosen)}"
+    worse = [each for each in within if each.loss.mean > max(loss.mean, choice.table.negligible_loss)]
+    parts = [_wrong_text(worse, highest)] if worse else []
+    if choice.basis is Basis.NEGLIGIBLE:
+        good = "loses nothing" if loss.mean == 0 else f"is as good ({one_in(loss.mean)} gets worse, {loss.basis})"
+        parts.append(f"{name} {good}, and {_cheap_text(choice, chosen)}")
+    alone = f"no tier but {name} serves now" if len(within) == 1 else f"no tier loses less than {name}"
+    return "; ".join(parts) or alone
+
+
+def _cheap_text(choice: Choice, chosen: Estimate) -> str:
+    """Return what speaks for a tier among those that lose little enough."""
+    fit = [each for each in choice.within if not each.unfit]
+    others = [f"{each.tier} {each.cost:.2g}" for each in fit if each.tier is not chosen.tier and each.cost is not None]
+    if chosen.under_load and others:
+        return f"takes {chosen.order():.2g} engine-seconds ({', '.join(others)})"
+    lower = any(choice.rank(each.tier) < choice.rank(chosen.tier) for each in fit)
+    return "is much faster here than lower precisions" if lower else "is the lowest precision"
+
+
+def _against(choice: Choice, estimate: Estimate) -> str:
+    if estimate.obstacle is not None:
+        return estimate.obstacle_text
+    if estimate.lossy:
+        return _lossy_text(estimate, choice.query)
+    if estimate.slow:
+        return _slow_text(estimate, choice.query, choice.z)
+    return _unfit(choice, estimate)
+
+
+def _unfit(choice: Choice, estimate: Estimate) -> str:
+    query, name = choice.query, estimate.tier
+    if choice.rank(name) < choice.rank(query.hint):
+        return f"hint {query.hint} wants {query.hint} or higher"
+    bound = choice.table.bound(query)
+    if bound is not None and estimate.worst > bound:
+        return f"{_kind(choice)}: {name} may get {estimate.worst:.3f} of answers wrong, {bound:g} is allowed"
+    wrong = one_in(estimate.loss.mean)
+    return f"{_kind(choice)}: {name} would get {wrong} answers wrong, more than policy.loss_budget allows"
+
+
+def _slow_text(estimate: Estimate, query: Query, z: float) -> str:
+    """Return which bound a tier's times break with the confidence asked for: of both, that on TTFT."""
+    times, sla, found = estimate.times, query.sla, "its speed is not measured yet, and latency is bound"
+    for name, expected, spread, bound in (
+        (
+            ("TPOT", times.tpot_ms, times.tpot_spread, sla.tpot_ms),
+            ("TTFT", times.ttft_ms, times.ttft_spread, sla.ttft_ms),
+        )
+        if times is not None
+        else ()
+    ):
+        if bound is None:
+            continue
+        safe = expected * math.exp(z * spread)
+        if safe > bound:
+            unsure = "" if expected > bound else f", up to {safe:.0f} at the confidence asked for"
+            found = f"{name} of {expected:.0f} ms expected{unsure}, {bound:g} asked"
+    return found
+
+
+def _lossy_text(estimate: Estimate, query: Query) -> str:
+    loss, bound = estimate.loss, query.sla.max_quality_loss
+    return f"it may get {estimate.worst:.3f} of answers wrong (expected {loss.mean:.3f}, {loss.basis}), {bound:g} asked"
+
+
+def _no_better(asked: Sequence[Estimate]) -> str:
+    """Return why no tier that meets the class's needs was taken."""
+    better = [o for o in asked if not o.unfit]
+    if all(o.obstacle is Refusal.NOT_ALLOWED for o in better):
+        return "none of which this key allows"
+    if all(o.obstacle in {Refusal.NOT_ALLOWED, Refusal.EXCLUDED} for o in better):
+        return "none of which the request allows"
+    if any(o.obstacle is None for o in better):
+        return "none of which is expected to meet the SLA"
+    return "none of which can serve now"
+
+
+def _sorted_text(chosen: Estimate, sort: Sort) -> str:
+    """Return what the choice by a request's own order rests on."""
+    value = chosen.order(sort)
+    if value == math.inf:
+        return f"sort {sort}: speed is not measured, so lowest precision that serves is {chosen.tier}"
+    what = {"price": "engine-seconds", "latency": "ms to the first token", "throughput": "ms a token"}[sort]
+    return f"sort {sort}: {chosen.tier} has the least, {value:.2g} {what} expected"
+
+
+def _wrong_text(lower: Sequence[Estimate], highest: TierName) -> str:
+    first, *others = lower
+    wrong = f"{one_in(first.loss.mean)} answers wrong that {highest} gets right ({first.loss.basis})"
+    return "; ".join([f"{first.tier} would get about {wrong}", *(f"{o.tier} {one_in(o.loss.mean)}" for o in others)])

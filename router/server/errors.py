@@ -1,0 +1,38 @@
+"""Why the server takes no request."""
+
+from __future__ import annotations
+
+
+class BodyTooLarge(Exception):
+    """A request body over the limit."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"the request body is larger than {limit} bytes")
+        self.limit = limit
+
+
+class HeadTooLarge(Exception):
+    """A request whose path and headers are too many or too long."""
+
+    def __init__(self, max_bytes: int, max_headers: int) -> None:
+        super().__init__(f"path and headers are more than {max_bytes} bytes, or more than {max_headers} headers")
+
+
+class TooSlow(Exception):
+    """A request that did not come in time."""
+
+    def __init__(self, part: str, limit_s: float) -> None:
+        super().__init__(f"the request's {part} was not complete after {limit_s:g} s: send it again, faster")
+
+
+class TooManyConnections(Exception):
+    """More connections than the router takes."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"{limit} connections are open already: try again later, or keep connections and use them again"
+        )
+
+
+class NotHttp(Exception):
+    """Bytes that are no request."""
