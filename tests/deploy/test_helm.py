@@ -161,7 +161,7 @@ def test_engines_get_gpus_keys_and_caches(releases: dict[str, Release]) -> None:
     assert argument(precise, "--tensor-parallel-size") == "2"
     paths = {argument(pod["containers"][0], "--model") for n, pod in node.pods.items() if n != "qarr-router"}
     assert len(paths) == 3  # LMCache tells models apart by their path alone
-    assert "--enable-prefix-caching" in precise["args"]
+    assert {"--enable-prefix-caching", "--enable-auto-tool-choice", "--tool-call-parser=hermes"} < set(precise["args"])
     off = release("one-node", {"engines": {"prefixCaching": False}}).pods["qarr-precise"]["containers"][0]
     assert "--no-enable-prefix-caching" in off["args"]
     cluster = releases["cluster"].pods["qarr-fast"]["containers"][0]

@@ -9,16 +9,21 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import agents
 import anthropic
 import httpx
 import openai
+import pydantic_ai
 import pytest
 from langchain_core.messages import ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -273,6 +278,40 @@ def test_langchain(up: Up) -> None:
         answer = model.bind_tools([TOOL], tool_choice=choice).invoke(talk)
         assert bool(answer.tool_calls) is (choice == "any")
         talk += [answer, *(ToolMessage("sunny", tool_call_id=call["id"]) for call in answer.tool_calls)]
+
+
+def test_agents_finish_their_loops(up: Up) -> None:
+    """openai-agents: a tool, then an answer with what it returned. pydantic-ai: a tool that takes the answer."""
+    agents.set_tracing_disabled(disabled=True)
+    asked: list[str] = []
+
+    @agents.function_tool
+    def weather(city: Literal["Paris", "Rome"]) -> str:
+        """Return the weather of a city."""
+        asked.append(city)
+        return "sunny, 21 degrees"
+
+    async def loops() -> str:
+        async with openai.AsyncOpenAI(base_url=f"{up.url}/v1", api_key="unused") as client:
+            options = agents.ModelSettings(tool_choice="required", temperature=0, max_tokens=60)
+            model = agents.OpenAIChatCompletionsModel("precise", client)
+            agent = agents.Agent("a", model=model, tools=[weather], model_settings=options)
+            assert (await agents.Runner.run(agent, "What is the weather in Paris?", max_turns=3)).final_output
+            other = OpenAIChatModel("precise", provider=OpenAIProvider(openai_client=client))
+            answer = pydantic_ai.ToolOutput(Place, strict=True)
+            typed = pydantic_ai.Agent(other, output_type=answer, model_settings={"temperature": 0, "max_tokens": 90})
+            return (await typed.run("What is the capital of France?")).output.city
+
+    assert asyncio.run(loops())
+    assert asked
+
+
+def test_open_webuis_first_message(up: Up) -> None:
+    """As Open WebUI 0.12.4 sent it, but for the descriptions of its tools: the answer streams."""
+    body = json.loads((Path(__file__).resolve().parents[1] / "clients/open_webui.json").read_text("utf-8"))
+    with httpx.stream("POST", f"{up.url}/v1/chat/completions", json=body, timeout=120) as answer:
+        assert answer.status_code == 200, answer.read()
+        assert any('"content":"' in line for line in islice(answer.iter_lines(), 20))
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -22,6 +22,13 @@
 - --enforce-eager
 - --distributed-executor-backend=vllm.v1.executor.uniproc_executor.UniProcExecutor
 {{- end }}
+{{- with $root.Values.model.toolParser }}
+- --enable-auto-tool-choice
+- --tool-call-parser={{ . }}
+{{- end }}
+{{- with $root.Values.model.reasoningParser }}
+- --reasoning-parser={{ . }}
+{{- end }}
 {{- if $root.Values.lmcache.enabled }}
 - '--kv-transfer-config={"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}'
 {{- end }}
