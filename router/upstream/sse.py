@@ -59,7 +59,7 @@ class _WholeAnswer(Struct):
     usage: _Usage
 
 
-_INVALID = (msgspec.DecodeError, UnicodeDecodeError)
+_INVALID = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _TEXTS = {"content", "reasoning", "reasoning_content"}  # members of a delta that are texts
 _EVENT, _WHOLE_ANSWER = msgspec.json.Decoder(_Event), msgspec.json.Decoder(_WholeAnswer)
 

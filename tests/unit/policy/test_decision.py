@@ -11,7 +11,7 @@ import pytest
 from classifier import PromptClass
 from classifier.kinds import Complexity
 from router.policy.decide import decide, fallbacks
-from router.policy.decision import PRIORITIES, PolicyParameters, Refused
+from router.policy.decision import PolicyParameters, Refused
 from router.policy.explain import CHOSEN, verdict, verdicts
 from router.policy.losses import NO_LOSS, ExpectedLoss
 from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, features, fleet, query
@@ -86,9 +86,3 @@ def test_a_refusal_has_reports_and_no_chosen_one() -> None:
     assert decision.chosen is None
     assert len(verdicts(decision)) == 3
     assert str(Refused(decision)) == "fast is failed; balanced is failed; precise is failed"
-
-
-def test_higher_priorities_are_scheduled_first() -> None:
-    """By vLLM's rule, in which lower numbers go first, and 0 is what a request without one has."""
-    assert sorted(PRIORITIES, key=lambda name: PRIORITIES[name]) == ["interactive", "standard", "batch"]
-    assert PRIORITIES["standard"] == 0

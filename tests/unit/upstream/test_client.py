@@ -286,9 +286,16 @@ async def test_small_requests_of_one_pool_are_bounded() -> None:
 
 
 async def test_a_small_request_that_gets_no_slot_in_time_was_not_sent() -> None:
-    async with upstream_stack({"first_token_timeout_s": 0.1}, fast=Behaviour(hung=(TOKENIZE,))) as stack:
-        url = stack.replica(FAST).url
-        asked = (stack.upstream.pass_on(url, "", TOKENIZE, b"{}") for _ in range(3 * PASSED_AT_ONCE))
-        ended = await asyncio.gather(*asked, return_exceptions=True)
-        assert {type(each) for each in ended} == {EngineUnreachable, NoSlot}
-        assert stack.upstream.passes_at_once(url, "own")
+    async with upstream_stack(fast=Behaviour(hung=(TOKENIZE,))) as stack:
+        upstream, asked = stack.upstream, (stack.replica(FAST).url, "", TOKENIZE, b"{}")
+        hung = [asyncio.create_task(upstream.pass_on(*asked)) for _ in range(PASSED_AT_ONCE)]
+        await until(lambda: not upstream.passes_at_once(asked[0], "own"))
+        upstream.take(stack.settings.upstream.model_copy(update={"first_token_timeout_s": 0.1}))
+        with pytest.raises(NoSlot):
+            await upstream.pass_on(*asked)
+        for task in hung:
+            task.cancel()
+        await asyncio.wait(hung)
+        assert upstream.passes_at_once(asked[0], "own")
+        with pytest.raises(EngineUnreachable):
+            await upstream.pass_on(*asked)

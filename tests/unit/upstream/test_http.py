@@ -35,7 +35,6 @@ async def test_a_body_is_read_to_its_end(body: str) -> None:
 
 
 async def test_no_more_of_a_body_is_read_than_is_wanted() -> None:
-    """About as much: whole parts as they come, but not the rest of a body that has no end."""
     async with upstream_stack(fast=Behaviour(instead={PATH: LARGE})) as stack:
         response = await ask(stack)
         found = await body_of(response, 1000)

@@ -111,7 +111,6 @@ async def feed(connection: Connection, *parts: bytes) -> None:
 
 
 async def test_an_answer_is_the_same_wherever_it_is_split() -> None:
-    """Every byte boundary; nothing is lost, doubled or changed."""
     wire, noted = on_wire(ANSWER), expected(ANSWER)
     for split in range(len(HEAD), len(wire)):
         reader = Reader()

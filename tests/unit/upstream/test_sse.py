@@ -69,6 +69,7 @@ def test_nothing_after_the_end_is_read() -> None:
         (b'data: {"error":{}}\n\n', "reported an error"),
         (b'data: {"cut\n\n', "not a chunk"),
         (b'data: {"choices":[],"note":"\xff"}\n\n', "not a chunk"),
+        (b'data: {"x":' + b"[" * 9999 + b"\n\n", "not a chunk"),
         (b"x" * (MAX_EVENT_BYTES + 1), "an event of over"),
     ],
 )
