@@ -87,7 +87,7 @@ class RelayedEvents:
         return raw
 
     def _template(self) -> dict[str, Any]:
-        opened = read_json(self._opened[5:])
+        opened = read_json(self._opened[5:] or b"{}")
         return {name: opened.get(name) for name in ("id", "object", "created", "model")}
 
     def _made(self, chunk: Chunk) -> bytes:

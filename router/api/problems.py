@@ -13,14 +13,7 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from router.api.asgi import (
-    CODINGS,
-    ClientGone,
-    ForeignHost,
-    ForeignPage,
-    UnknownCoding,
-    context_of,
-)
+from router.api.asgi import CODINGS, ClientGone, ForeignHost, ForeignPage, UnknownCoding, context_of
 from router.api.bodies import FieldProblem, InvalidBody, json_response
 from router.api.paths import ErrorForm, error_form
 from router.api.resumable import ResumedElsewhere, StreamGone, UnknownStream

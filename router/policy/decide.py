@@ -55,13 +55,10 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> Decis
     z = _NORMAL.inv_cdf(table.sla_confidence if query.sla.confidence is None else query.sla.confidence)
     scarcity = _scarcity(query, fleet, table)
     output, there = fleet.output_share * query.max_tokens * query.sequences, fleet.sequences + query.sequences
-    estimates = tuple(
-        [
-            _estimate(tier, query, fleet, table, z=z, scarcity=scarcity, output=output, there=there)
-            for tier in fleet.tiers
-        ]
-    )
-    choice = Choice(query, table, z, scarcity, estimates)
+    estimates = [
+        _estimate(t, query, fleet, table, z=z, scarcity=scarcity, output=output, there=there) for t in fleet.tiers
+    ]
+    choice = Choice(query, table, z, scarcity, tuple(estimates))
     asked = choice.asked
     possible = [o for o in asked if o.obstacle is None]
     within = [o for o in possible if o.meets]

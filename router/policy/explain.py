@@ -175,14 +175,12 @@ def _unfit(choice: Choice, estimate: Estimate) -> str:
 
 def _slow_text(estimate: Estimate, query: Query, z: float) -> str:
     """Return which bound a tier's times break with the confidence asked for: of both, that on TTFT."""
-    times, sla, found = estimate.times, query.sla, "its speed is not measured yet, and latency is bound"
+    times, sla, found = estimate.times, query.sla, ""
+    if times is None:
+        return "its speed is not measured yet, and latency is bound"
     for name, expected, spread, bound in (
-        (
-            ("TPOT", times.tpot_ms, times.tpot_spread, sla.tpot_ms),
-            ("TTFT", times.ttft_ms, times.ttft_spread, sla.ttft_ms),
-        )
-        if times is not None
-        else ()
+        ("TPOT", times.tpot_ms, times.tpot_spread, sla.tpot_ms),
+        ("TTFT", times.ttft_ms, times.ttft_spread, sla.ttft_ms),
     ):
         if bound is None:
             continue

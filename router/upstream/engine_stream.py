@@ -284,14 +284,20 @@ class EngineStream(EngineAnswer):
             chunks, self._held = self._held, []
             if not self._pass(chunks, feed):
                 return False
-        parser = self._parser
+        parser, failed = self._parser, list[Exception]()
 
         def take(data: bytes) -> bool:
             chunks = parser.feed(data)
-            return (not chunks or self._pass(chunks, feed)) and not parser.ended
+            try:
+                return (not chunks or self._pass(chunks, feed)) and not parser.ended
+            except Exception as error:  # noqa: BLE001  raised below: the engine's connection is not to blame
+                failed.append(error)
+                return False
 
         if not parser.ended:
             await self._read(take)
+        if failed:
+            raise failed.pop()
         parser.check()
         if not parser.over:
             return False

@@ -223,13 +223,12 @@ class EventParser:
             if self._buffer or not data.endswith(SEPARATOR):
                 data = self._whole_events(data)
             for given in data.split(SEPARATOR):
-                event = given
                 if not given:
                     continue
-                if not usual(given):
-                    event = canonical(given, named=not self._done)
-                    if not event:
-                        continue
+                event = given if usual(given) else canonical(given, named=not self._done)
+                if not event:
+                    continue
+                if event is not given:
                     self.over = event == self._done
                 if not self.over:
                     chunk = read(event)

@@ -22,7 +22,7 @@ FORBIDDEN = {
 }
 LONGEST_FUNCTION = 60
 # They only go down: who adds lines, words or a setting takes others away.
-CEILINGS = {"router": 26_728, "tests": 40_806, "words": 37_891, "settings": 174}
+CEILINGS = {"router": 26_721, "tests": 40_797, "words": 37_891, "settings": 174}
 # Of a streamed request, as scripts/structure.py counts it.
 PATH = {
     "modules a streamed request passes": 56,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -150,6 +151,15 @@ async def test_an_answer_that_may_not_go_on_elsewhere_does_not() -> None:
         with pytest.raises(EngineBroke):
             await text_of(answer)
         await answer.aclose()
+
+
+async def test_who_fails_to_take_an_answer_does_not_blame_its_engine() -> None:
+    async with upstream_stack() as stack:
+        answer, taken = await stack.stream(), [True]
+        with pytest.raises(IndexError):
+            await answer.relay(lambda _: taken.pop(), partial(asyncio.sleep, 0))
+        await answer.aclose()
+        assert (stack.replica(FAST).failed, stack.held()) == (0, 0)
 
 
 async def test_progress_knows_the_tokens_that_came() -> None:
