@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 
@@ -19,7 +19,7 @@ from router.upstream.errors import (
 )
 from router.upstream.progress import Progress
 from router.upstream.sse import COMPLETION_FORMAT, USAGE, EventParser, cached_tokens_of
-from router.upstream.transport import Body, body_of
+from router.upstream.transport import body_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from router.telemetry.tracing import AttemptSpan
     from router.upstream.engine_request import EngineRequest
     from router.upstream.sse import AnswerFormat, Chunk
+    from router.upstream.transport import Body
     from tiers.fleet import Lease
     from tiers.replica import Sent
     from tiers.spec import TierName, TierSpec
@@ -105,15 +106,19 @@ class EngineAnswer(ABC):
         spec: What that replica serves.
         sent_at: When the request was first sent, to whichever replica, by the monotonic clock in seconds.
         overflow: Name of the server outside of the fleet that answers; None: a tier does.
+        complete: Whether all of it has come.
         parts: What other engines computed of it, in order.
+        output_tokens: Produced so far: the engine's count, or until that comes what its chunks tell.
+        fingerprint: What the engine calls itself in its answers.
+        predicted_cached_tokens: Of its prompt, which the replica was expected to hold; None: not known.
         cached_tokens: Of its prompt, found in the prefix cache; None: the engine did not report them.
     """
 
     def __init__(self, attempt: Attempt) -> None:
-        self.tier = attempt.tier
-        self.replica_id, self.spec = attempt.lease.replica.id, attempt.lease.replica.spec
-        self.sent_at = attempt.sent_at
-        self.failed_attempts = attempt.number
+        lease = attempt.lease
+        self.tier, self.sent_at, self.failed_attempts = attempt.tier, attempt.sent_at, attempt.number
+        self.replica_id, self.spec, self.fingerprint = lease.replica.id, lease.replica.spec, lease.replica.fingerprint
+        self.predicted_cached_tokens = None if lease.sent is None else lease.sent.cached
         self.ttft_ms: float | None = None
         self.usage: dict[str, int] = {}
         self.cached_tokens: int | None = None
@@ -121,10 +126,11 @@ class EngineAnswer(ABC):
         self.error: UpstreamError | None = None
         self.overflow: str | None = None
         self.parts: list[EngineStream] = []
-        self._attempt = attempt
+        self.complete = False
+        self.output_tokens = 0
+        self._attempt: Attempt = attempt
         self._first_at = self._last_at = 0.0
-        self._complete = self._closed = False
-        self._tokens = 0
+        self._closed = False
 
     @abstractmethod
     async def begin(self) -> None:
@@ -135,18 +141,9 @@ class EngineAnswer(ABC):
         """
 
     @property
-    def complete(self) -> bool:
-        return self._complete
-
-    @property
     def media_type(self) -> str | None:
         raw = self._attempt.response.headers.raw
         return next((value.decode("latin-1") for name, value in raw if name.lower() == b"content-type"), None)
-
-    @property
-    def fingerprint(self) -> str | None:
-        """Return what the engine calls itself in its answers."""
-        return self._attempt.lease.replica.fingerprint
 
     @property
     def tpot_ms(self) -> float | None:
@@ -158,17 +155,6 @@ class EngineAnswer(ABC):
         if self.ttft_ms is None or tokens < 2:  # noqa: PLR2004
             return None
         return (self._last_at - self._first_at) * 1000 / (tokens - 1)
-
-    @property
-    def output_tokens(self) -> int:
-        """Return the tokens produced so far: the engine's count, or until that comes what its chunks tell."""
-        return self.usage.get("completion_tokens", self._tokens)
-
-    @property
-    def predicted_cached_tokens(self) -> int | None:
-        """Return the tokens of its prompt that the replica was expected to hold; None: not known."""
-        sent = self._attempt.lease.sent
-        return None if sent is None else sent.cached
 
     async def aclose(self, error: BaseException | None = None) -> None:
         """End all of it: the lease goes back, the connection is closed, which aborts what is unfinished, the span ends."""
@@ -183,38 +169,29 @@ class EngineAnswer(ABC):
         if self._closed:
             return
         self._closed = True
-        lease = self._attempt.lease
-        if self._complete:
-            lease.finished(self.tpot_ms, self.usage.get("completion_tokens", 0), self.cached_tokens)
+        lease, usage, tpot_ms = self._attempt.lease, self.usage, self.tpot_ms
+        if self.complete:
+            lease.finished(tpot_ms, usage.get("completion_tokens", 0), self.cached_tokens)
         elif isinstance(error, UpstreamError):
             lease.failed(type(error).__name__)
         lease.release()
-        end_span(self._attempt.span, error, self._attributes())
-        await self._disconnect()
-
-    async def _disconnect(self) -> None:
-        await self._attempt.response.aclose()
+        known = {
+            "qarr.ttft_ms": self.ttft_ms,
+            "gen_ai.response.finish_reasons": (self.finish_reason,) if self.finish_reason else None,
+            "gen_ai.usage.input_tokens": usage.get("prompt_tokens"),
+            "gen_ai.usage.output_tokens": usage.get("completion_tokens"),
+            "gen_ai.usage.cache_read.input_tokens": self.cached_tokens,
+            "qarr.cached_prompt_tokens": self.predicted_cached_tokens,
+            "qarr.tpot_ms": tpot_ms,
+        }
+        end_span(self._attempt.span, error, {name: value for name, value in known.items() if value is not None})
+        await self._attempt.response.stream.aclose()
 
     def _note_usage(self, usage: Mapping[str, Any]) -> None:
-        self.usage = {name: int(usage.get(name) or 0) for name in USAGE}
-        self.cached_tokens = cached_tokens_of(usage)
-
-    def _attributes(self) -> dict[str, Any]:
-        attributes: dict[str, Any] = {}
-        if self.ttft_ms is not None:
-            attributes["qarr.ttft_ms"] = self.ttft_ms
-        if self.finish_reason:
-            attributes["gen_ai.response.finish_reasons"] = (self.finish_reason,)
-        if self.usage:
-            attributes["gen_ai.usage.input_tokens"] = self.usage["prompt_tokens"]
-            attributes["gen_ai.usage.output_tokens"] = self.usage["completion_tokens"]
-        if self.cached_tokens is not None:
-            attributes["gen_ai.usage.cache_read.input_tokens"] = self.cached_tokens
-        if (predicted := self.predicted_cached_tokens) is not None:
-            attributes["qarr.cached_prompt_tokens"] = predicted
-        if (tpot_ms := self.tpot_ms) is not None:
-            attributes["qarr.tpot_ms"] = tpot_ms
-        return attributes
+        """Take the engine's counts in the place of those of its chunks."""
+        found = [int(usage.get(name) or 0) for name in USAGE]
+        self.usage, self.cached_tokens = dict(zip(USAGE, found, strict=True)), cached_tokens_of(usage)
+        self.output_tokens = found[1]
 
 
 class EngineStream(EngineAnswer):
@@ -234,27 +211,28 @@ class EngineStream(EngineAnswer):
         self.failed_over = False
         self._wants_usage = request.wants_usage
         self._parser = EventParser(request.answers)
-        self._held: list[Chunk] = []
+        self._held: list[Chunk] = []  # nobody has taken them yet
+        self._out: Feed | None = None
+        self._failures: list[Exception] = []  # of who takes them
+        self._body = cast("Body", attempt.response.stream)
 
     async def begin(self) -> None:
         """Read up to the first chunk that shows something."""
-        held, parser = self._held, self._parser
-
-        def take(data: bytes) -> bool:
-            held.extend(parser.feed(data))
-            return not (parser.ended or any(chunk.visible for chunk in held))
-
-        await self._read(take)
+        await self._read()
+        held = self._held
         shown = any(chunk.visible for chunk in held)
         if not shown or self.progress is None or not _continuable(held):  # nothing was sent: another can still answer
-            parser.check()
+            self._parser.check()
         if not shown:
             raise EngineBroke("the engine's answer was empty")
-        self._body.limit_reads(self._attempt.token_timeout_s)
-        self._first_at = self._last_at = time.monotonic()
-        self._attempt.span.first_token()
-        self.ttft_ms = (self._first_at - self.sent_at) * 1000
-        self._attempt.lease.first_token((self._first_at - self._attempt.started) * 1000)
+        attempt = self._attempt
+        self._body.limit_reads(attempt.token_timeout_s)
+        self._first_at = self._last_at = now = time.monotonic()
+        attempt.span.first_token()
+        self.ttft_ms = (now - self.sent_at) * 1000
+        attempt.lease.first_token((now - attempt.started) * 1000)
+        if self.output_tokens:
+            attempt.lease.produced(self.output_tokens)
 
     async def relay(self, feed: Feed, drain: Drain) -> None:
         """Let ``feed`` have all of it as it comes, from whichever engine; return after its end.
@@ -280,43 +258,28 @@ class EngineStream(EngineAnswer):
         Raises:
             EngineBroke: The engine failed, or no token came in time. What came before was passed on.
         """
+        parser, self._out = self._parser, feed
         if self._held:
-            chunks, self._held = self._held, []
-            if not self._pass(chunks, feed):
+            held, self._held = self._held, []
+            if not feed(held):
                 return False
-        parser, failed = self._parser, list[Exception]()
-
-        def take(data: bytes) -> bool:
-            chunks = parser.feed(data)
-            try:
-                return (not chunks or self._pass(chunks, feed)) and not parser.ended
-            except Exception as error:  # noqa: BLE001  raised below: the engine's connection is not to blame
-                failed.append(error)
-                return False
-
         if not parser.ended:
-            await self._read(take)
-        if failed:
-            raise failed.pop()
+            await self._read()
+        if self._failures:
+            raise self._failures.pop()
         parser.check()
         if not parser.over:
             return False
         if self.finish_reason is None:
             raise EngineBroke("the engine's stream ended without a finish reason")
         self._body.expect_end()
-        self._complete = True
+        self.complete = True
         return True
 
-    @property
-    def _body(self) -> Body:
-        body = self._attempt.response.stream
-        assert isinstance(body, Body)
-        return body
-
-    async def _read(self, take: Callable[[bytes], bool]) -> None:
-        """Let ``take`` have the engine's bytes as they come, until it takes no more."""
+    async def _read(self) -> None:
+        """Take the engine's bytes as they come, until no more are wanted for now."""
         try:
-            ended = await self._body.pump(take)
+            ended = await self._body.pump(self.take)
         except httpx.ReadTimeout:
             raise EngineStalled(f"the engine sent no token for {self._attempt.token_timeout_s:g} s") from None
         except httpx.HTTPError as error:
@@ -324,8 +287,10 @@ class EngineStream(EngineAnswer):
         if ended and not self._parser.ended:
             raise EngineBroke("the engine's stream ended early")
 
-    def _pass(self, chunks: Sequence[Chunk], feed: Feed) -> bool:
-        progress, tokens = self.progress, 0
+    def take(self, data: bytes) -> bool:
+        """Take a part of the stream: note what it holds, and pass it on; tell whether more is wanted now."""
+        parser, progress, tokens = self._parser, self.progress, 0
+        chunks = parser.feed(data)
         for chunk in chunks:
             if chunk.usage:
                 self._note_usage(chunk.usage)
@@ -333,11 +298,21 @@ class EngineStream(EngineAnswer):
                 progress.note(chunk)
             tokens += len(chunk.token_ids) or bool(chunk.text or chunk.other or chunk.finish_reason)
             self.finish_reason = chunk.finish_reason or self.finish_reason
+        if tokens and not self.usage:
+            self.output_tokens += tokens
+        if self._out is None:  # it has not begun
+            self._held += chunks
+            return not (parser.ended or any(chunk.visible for chunk in chunks))
+        if not chunks:
+            return not parser.ended
         if tokens:
             self._last_at = time.monotonic()
-            self._tokens += tokens
             self._attempt.lease.produced(tokens)
-        return feed(chunks)
+        try:
+            return self._out(chunks) and not parser.ended
+        except Exception as error:  # noqa: BLE001  raised in ``flow``: the engine's connection is not to blame
+            self._failures.append(error)
+            return False
 
     async def _fail_over(self, broken: EngineBroke, feed: Feed, drain: Drain) -> None:
         progress = self.progress
@@ -347,16 +322,17 @@ class EngineStream(EngineAnswer):
 
         def take(chunks: Sequence[Chunk]) -> bool:
             self._last_at = time.monotonic()
-            self._tokens += sum(len(chunk.token_ids) for chunk in chunks)
+            self.output_tokens += sum(len(chunk.token_ids) for chunk in chunks)
             return feed(chunks)
 
         await self.resume(self, broken, take, drain)
         if self.parts or not self.usage:  # else all of the answer had come, and its counts
             self.usage = progress.usage
+            self.output_tokens = self.usage.get("completion_tokens", self.output_tokens)
         self.finish_reason = progress.finish_reason
         if self._wants_usage and not self.usage:
             raise type(broken)(str(broken))  # nobody knows the counts
-        self._complete = True
+        self.complete = True
 
 
 def _continuable(chunks: Sequence[Chunk]) -> bool:
@@ -386,7 +362,7 @@ class BufferedAnswer(EngineAnswer):
             raise EngineFailed("the engine's answer is not a completion")
         self.finish_reason, usage = answer
         self._note_usage(usage)
-        self._complete = True
+        self.complete = True
 
 
 def continued_on(answer: EngineAnswer) -> list[TierName]:

@@ -207,7 +207,7 @@ class _WholeAnswer(BufferedAnswer):
             return
         choices = _WHOLE.validate_json(self.content)["choices"]
         texts = ((c.get("message") or {}).get("content") or c.get("text") or "" for c in choices)
-        self._tokens = sum(-(-len(text) // CHARACTERS_PER_TOKEN) for text in texts)
+        self.output_tokens = sum(-(-len(text) // CHARACTERS_PER_TOKEN) for text in texts)
 
 
 class OverflowClient:

@@ -153,7 +153,8 @@ class Connection(asyncio.Protocol):
                 self.timer.cancel()
             self.timer = asyncio.get_running_loop().call_later(LAST_CHUNK_S, self.close)
             self.state, self.parts, self.read_timeout_s = ConnectionState.ENDING, [], None
-            self.resume_reading()
+            if self.paused:
+                self.resume_reading()
             return False
         self._parser, self.parts, self.fault = None, [], None
         if self.waiter is not None:  # somebody still reads
@@ -166,7 +167,8 @@ class Connection(asyncio.Protocol):
         busy = self.state in {ConnectionState.ACTIVE, ConnectionState.ENDING}
         if self.complete and self.reusable and fresh and busy:
             self.state = ConnectionState.IDLE
-            self.resume_reading()
+            if self.paused:
+                self.resume_reading()
             return True
         self.close()
         return False
@@ -227,10 +229,10 @@ class Connection(asyncio.Protocol):
         self._failed(httpx.RemoteProtocolError(f"the head of the engine's answer is over {MAX_HEAD_BYTES} bytes"))
 
     def resume_reading(self) -> None:
-        if self.paused:
-            self.paused = False
-            if self._transport is not None and not self._transport.is_closing():
-                self._transport.resume_reading()
+        """Read the socket again."""
+        self.paused = False
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     # asyncio.Protocol
 
@@ -256,22 +258,18 @@ class Connection(asyncio.Protocol):
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._head_too_long()
             return
-        if self.take is not None and self.parts and self.pass_on(self.take) and not self.complete:
-            return
+        if self.take is not None and self.parts:
+            parts, self.parts, self.buffered = self.parts, [], 0
+            self.waiting_since = time.monotonic()
+            if not self.take(parts[0] if len(parts) == 1 else b"".join(parts)):
+                self.take = None
+            elif not self.complete:
+                return
         if self.buffered > READ_BUFFER_BYTES and not self.paused and self._transport is not None:
             self.paused = True
             self._transport.pause_reading()
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
-
-    def pass_on(self, take: Callable[[bytes], bool]) -> bool:
-        """Let ``take`` have the parts that have come; return whether it takes more."""
-        parts, self.parts, self.buffered = self.parts, [], 0
-        self.waiting_since = time.monotonic()
-        if take(parts[0] if len(parts) == 1 else b"".join(parts)):
-            return True
-        self.take = None
-        return False
 
     def eof_received(self) -> None:
         """Note that the engine closes; ``connection_lost`` follows."""
@@ -384,13 +382,17 @@ class Body(httpx.AsyncByteStream):
         """Let ``take`` have what comes, as it comes, waking no task for it; False: it takes no more now, True: the end."""
         connection = self._connection
         while connection is not None:
-            if connection.parts and not connection.pass_on(take):
-                return False
+            if connection.parts:
+                parts, connection.parts, connection.buffered = connection.parts, [], 0
+                connection.waiting_since = time.monotonic()
+                if not take(b"".join(parts)):
+                    return False
             if connection.complete:
                 break
             if connection.fault is not None:
                 connection.raise_fault()
-            connection.resume_reading()
+            if connection.paused:
+                connection.resume_reading()
             connection.take = take
             try:
                 await connection.wait()
@@ -459,35 +461,36 @@ class EngineTransport(httpx.AsyncBaseTransport):
             raise RuntimeError("the transport is closed")
         message, head_only = await _message(request), request.method == "HEAD"
         times: dict[str, float | None] = request.extensions.get("timeout") or {}
-        url = request.url
+        url, slots = request.url, self._slots
         origin = url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80)
-        await self._take_slot(times.get("pool"))
+        if slots is not None:
+            await (slots.acquire() if not slots.locked() else self._wait_for_slot(slots, times.get("pool")))
         connection: Connection | None = None
         try:
-            kept = self._take_idle(origin)
-            try:
-                connection = kept or await self._connect(origin, times.get("connect"))
-                await self._ask(connection, message, times.get("read"), head_only=head_only)
-            except (httpx.ReadError, httpx.RemoteProtocolError):
-                if kept is None or kept.heard or self._closed:
-                    raise
-                self._end(kept)  # it was closed before the request came: any other connection will do
-                connection = await self._connect(origin, times.get("connect"))
-                await self._ask(connection, message, times.get("read"), head_only=head_only)
-            body = Body(connection, self._release)
-            return httpx.Response(connection.status, headers=connection.headers, stream=body)
+            kept = connection = self._take_idle(origin)
+            while True:
+                connection = connection or await self._connect(origin, times.get("connect"))
+                self._active.add(connection)
+                if self._closed:
+                    raise httpx.ReadError("the transport was closed")
+                try:
+                    connection.send(message, head_only=head_only, limit_s=times.get("read"))
+                    await connection.head()
+                except (httpx.ReadError, httpx.RemoteProtocolError):
+                    if connection is not kept or kept.heard or self._closed:
+                        raise
+                    self._end(kept)  # it was closed before the request came: any other connection will do
+                    connection = None
+                else:
+                    return httpx.Response(
+                        connection.status, headers=connection.headers, stream=Body(connection, self._release)
+                    )
         except BaseException:
             if connection is not None and self._end(connection):
                 connection.close()  # its whole answer came, and nobody wants it
-            self._free_slot()
+            if slots is not None:
+                slots.release()
             raise
-
-    async def _ask(self, connection: Connection, message: bytes, limit_s: float | None, *, head_only: bool) -> None:
-        self._active.add(connection)
-        if self._closed:
-            raise httpx.ReadError("the transport was closed")
-        connection.send(message, head_only=head_only, limit_s=limit_s)
-        await connection.head()
 
     async def aclose(self) -> None:
         self._closed = True
@@ -495,21 +498,12 @@ class EngineTransport(httpx.AsyncBaseTransport):
             connection.close()
         self._idle.clear()
 
-    async def _take_slot(self, limit_s: float | None) -> None:
-        if self._slots is None:
-            return
-        if not self._slots.locked():
-            await self._slots.acquire()  # at once
-            return
+    async def _wait_for_slot(self, slots: asyncio.Semaphore, limit_s: float | None) -> None:
         try:
             async with asyncio.timeout(limit_s):
-                await self._slots.acquire()
+                await slots.acquire()
         except TimeoutError:
             raise httpx.PoolTimeout(f"no connection was free within {limit_s:g} s") from None
-
-    def _free_slot(self) -> None:
-        if self._slots is not None:
-            self._slots.release()
 
     def _take_idle(self, origin: Origin) -> Connection | None:
         """Return the connection that was used last, which the engine is the least likely to have closed by now."""
@@ -555,20 +549,21 @@ class EngineTransport(httpx.AsyncBaseTransport):
 
     def _release(self, connection: Connection) -> None:
         self._put_back(connection)
-        self._free_slot()
+        if self._slots is not None:
+            self._slots.release()
 
     def _put_back(self, connection: Connection) -> None:
-        if self._end(connection):
-            if self._closed:
-                connection.close()
-            else:
-                self._idle.setdefault(connection.origin, deque()).append(connection)
-                self._close_old(time.monotonic())
+        if not self._end(connection):
+            return
+        if self._closed:
+            connection.close()
+            return
+        self._idle.setdefault(connection.origin, deque()).append(connection)
+        if (now := time.monotonic()) - self._closed_old_at >= KEEP_ALIVE_S:
+            self._close_old(now)
 
     def _close_old(self, now: float) -> None:
-        """Close connections that are not used again, now and then; a host that has vanished closes none itself."""
-        if now - self._closed_old_at < KEEP_ALIVE_S:
-            return
+        """Close connections that are not used again; a host that has vanished closes none itself."""
         self._closed_old_at = now
         for origin, idle in list(self._idle.items()):
             while idle and now - idle[0].idle_since > KEEP_ALIVE_S:
