@@ -19,13 +19,14 @@ from router.aio import end_tasks
 from router.api.admin import Admin, reload_route
 from router.api.asgi import ClientGone, context_of
 from router.api.bodies import Rules, health_of, json_response, render_fleet, render_preparing
-from router.api.generate import Generate, Route
+from router.api.endpoint import Answering, Service
+from router.api.generate import GENERATE, Route
 from router.api.models import ModelEndpoints, Models
-from router.api.named_events import NamedEvents, stored_response
-from router.api.openai import Completions
+from router.api.named_events import NAMED_EVENT_ENDPOINTS, stored_response
+from router.api.openai import COMPLETION_ENDPOINTS
 from router.api.openapi import document
 from router.api.passthrough import Embeddings, Passthrough, Tokens
-from router.api.paths import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, PAGE, RESPONSES
+from router.api.paths import COUNT_TOKENS, EMBEDDINGS, PAGE, RESPONSES
 from router.api.problems import PROBLEMS, response_to
 from router.api.resumable import ResumableStreams
 from router.auth.api_keys import KeysError, KeyStore
@@ -169,21 +170,17 @@ class _Parts:
 def _served(parts: _Parts, settings: Settings) -> tuple[ASGIApp, dict[str, ASGIApp], tuple[str, ...] | None]:
     """Return the application, what requests reach without it, and local names, as ``RequestMiddleware`` takes them."""
     wired, streams = parts.wired, parts.streams
-    pipeline, rules = _pipeline(wired, settings), Rules.of(settings)
-    admin = Admin(parts.operations, parts.keys, rules).routes() if parts.operations is not None else []
+    pipeline = _pipeline(wired, settings)
+    admin = Admin(parts.operations, parts.keys, Rules.of(settings)).routes() if parts.operations is not None else []
     status = Status(wired, parts.server_state, parts.keys)
     handlers = dict.fromkeys((*PROBLEMS, ClientGone, Exception), _problem)  # by type; Exception: all others
-    direct: dict[str, ASGIApp] = {
-        "/generate": Generate(pipeline, settings, streams, rules),
-        CHAT: Completions(pipeline, settings, CHAT, rules),
-        COMPLETIONS: Completions(pipeline, settings, COMPLETIONS, rules),
-        MESSAGES: NamedEvents(pipeline, settings, MESSAGES, rules),
-        RESPONSES: NamedEvents(pipeline, settings, RESPONSES, rules),
-    }
+    service = Service(pipeline, settings, Rules.of(settings), streams)
+    answering = (GENERATE, *COMPLETION_ENDPOINTS, *NAMED_EVENT_ENDPOINTS)
+    direct: dict[str, ASGIApp] = {each.path: Answering(each, service) for each in answering}
     routes = [
         Endpoint(PAGE, Page(settings.server, parts.keys).answer),
         *(Endpoint(path, served, methods=["POST"]) for path, served in direct.items()),
-        *_routes(wired, pipeline, settings, status),
+        *_routes(wired, service, status),
         *parts.routes,
         *admin,
     ]
@@ -363,11 +360,12 @@ def _lifespan(
     return lifespan
 
 
-def _routes(wired: _Wired, pipeline: Pipeline, settings: Settings, status: Status) -> list[Endpoint]:
+def _routes(wired: _Wired, service: Service, status: Status) -> list[Endpoint]:
+    pipeline, settings = service.pipeline, service.settings
     models = Models(pipeline.fleet, settings.openai, pipeline.telemetry, wired.about["model"], int(time.time()))
     small = Passthrough(wired.upstream, pipeline.quotas, pipeline.fleet, pipeline.telemetry, settings)
     return [
-        Endpoint("/route", Route(pipeline, settings, Rules.of(settings)), methods=["POST"]),
+        Endpoint("/route", Route(service), methods=["POST"]),
         Endpoint(EMBEDDINGS, Embeddings(small), methods=["POST"]),
         Endpoint("/v1/models", models, methods=["GET"]),
         Endpoint(

@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 import zstandard
 
-from router.server.client import CLIENT, HOLD
 from router.server.errors import BodyTooLarge
+from router.server.responder import HOLD, OUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from starlette.types import Message, Receive, Scope
 
-    from router.lifecycle import ResponseTracker
     from router.pipeline.request import RequestContext
-    from router.server.client import HttpClient
+    from router.server.responder import Responder
 
-CONTEXT, TRACKER = "qarr.context", "qarr.tracker"  # in a scope: what ``context_of`` and ``tracker_of`` return
+CONTEXT = "qarr.context"  # in a scope: what ``context_of`` returns
 LARGE_BODY = 1 << 16  # bytes
 CODINGS = ("gzip", "deflate", "zstd")  # of a request's body
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -54,17 +53,9 @@ def context_of(scope: Scope) -> RequestContext:
     return context
 
 
-def tracker_of(scope: Scope) -> ResponseTracker:
-    tracker: ResponseTracker = scope[TRACKER]
-    return tracker
-
-
-def forget(scope: Scope) -> None:
-    """Forget what leads from a request that has ended back to it."""
-    scope.pop(TRACKER, None)
-    client: HttpClient | None = scope.pop(CLIENT, None)
-    if client is not None:
-        client.cancel_on_disconnect(None)
+def responder_of(scope: Scope) -> Responder:
+    out: Responder = scope[OUT]
+    return out
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
@@ -152,25 +143,20 @@ def cancel_on_disconnect(scope: Scope) -> None:
     Raises:
         ClientGone: It has left already.
     """
-    client: HttpClient | None = scope.get(CLIENT)
-    if client is None:
-        return
-    if client.disconnected:
+    out: Responder = scope[OUT]
+    if out.disconnected:
         raise ClientGone
-    client.cancel_on_disconnect(asyncio.current_task())
+    out.cancel_on_disconnect(asyncio.current_task())
 
 
 def start_message(
     headers: Mapping[str, str], media_type: str, more: Mapping[str, str], *, hold: bool = False
 ) -> Message:
     """Return the ASGI message that starts an answer of status 200; with ``hold`` it is sent with what follows at once."""
-    pairs = [(name.encode(), value.encode("latin-1", "replace")) for name, value in {**headers, **more}.items()]
-    return {
-        "type": "http.response.start",
-        "status": 200,
-        "headers": [(b"content-type", media_type.encode("latin-1")), *pairs],
-        HOLD: hold,
-    }
+    pairs = [(b"content-type", media_type.encode("latin-1"))]
+    for name, value in {**headers, **more}.items():
+        pairs.append((name.encode(), value.encode("latin-1", "replace")))
+    return {"type": "http.response.start", "status": 200, "headers": pairs, HOLD: hold}
 
 
 def body_message(data: bytes, *, more: bool) -> Message:

@@ -1,4 +1,4 @@
-"""``POST /generate`` and ``POST /route``.
+"""``POST /generate`` and ``POST /route``: their body, and the answer as text events.
 
 Every event of a stream has an id. One that was asked for as resumable is made by a task of its own and kept for a while, so
 that its caller may lose the connection and go on with the header ``Last-Event-ID``.
@@ -9,225 +9,258 @@ from __future__ import annotations
 from asyncio import sleep
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from router.api.asgi import apart, body_message, cancel_on_disconnect, context_of, read_body, start_message, tracker_of
-from router.api.bodies import FieldProblem, InvalidBody, Rules
-from router.api.generate_body import messages_of, parse_generate, read_messages
+from router.api.asgi import context_of, read_body
+from router.api.bodies import (
+    STANDARD_RULES,
+    FieldProblem,
+    InvalidBody,
+    ProviderBody,
+    RoutingFields,
+    Rules,
+    parsed,
+    provider_allowed,
+    routing_allowed,
+)
+from router.api.endpoint import Endpoint
 from router.api.models import adapter_names
+from router.api.openai_prompt import last_turn
 from router.api.paths import ErrorForm
 from router.api.problems import describe
 from router.api.provider import with_provider
-from router.api.resumable import ResumableStream, ResumableStreams, ResumedElsewhere, StreamGone
-from router.api.serving import EVENT_STREAM, STREAM_HEADERS, answer_headers, await_first, send_whole, serve_stream
-from router.api.truncation import cutter_for
 from router.pipeline.pipeline import engine_request_id
-from router.pipeline.request import ParsedRequest, class_priority, session_of
+from router.pipeline.request import Call, PromptText, chat_part, class_priority, session_of
 from router.policy.render import render_decision
-from router.upstream.engine_request import ChatRequest
+from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import EngineStream, continued_on
+from router.upstream.progress import Resumption
+from router.upstream.sse import SEPARATOR
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pydantic import ValidationInfo
     from starlette.types import Receive, Scope, Send
 
-    from router.api.generate_body import GenerateBody
-    from router.api.serving import Encoder, Sink
+    from classifier import TokenCounter
+    from router.api.endpoint import Service
     from router.api.truncation import Cutter
-    from router.lifecycle import ResponseTracker
-    from router.pipeline.pipeline import Pipeline
     from router.pipeline.registry import ActiveRequest
     from router.pipeline.request import RequestContext
-    from router.policy.decision import Decision
-    from router.settings import LimitSettings, Settings
     from router.upstream.sse import Chunk
 
-STREAM_ID = "x-qarr-stream-id"
+MAX_MESSAGES = 1000
+MAX_STOPS, MAX_STOP_CHARS = 16, 200  # the engine holds as many characters back as the longest has
+MAX_SEED = (1 << 63) - 1  # vLLM's bound
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest(ParsedRequest):
-    """A request for ``/generate``, read."""
+class MessageBody(BaseModel):
+    """One message of a chat."""
 
-    sampling: Mapping[str, Any]
-    messages: tuple[Mapping[str, str], ...]
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, cache_strings="keys")
 
-    def engine_request(self, decision: Decision) -> ChatRequest:
-        """Return what the engine is asked: the prompt goes through the model's own chat template there."""
-        return ChatRequest(
-            messages=self.messages,
-            max_tokens=decision.query.max_tokens,
-            sampling=self.sampling,
-            priority=self.options.priority,
-            request_id=engine_request_id(self.context),
-            adapter=self.adapter,
-        )
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+    @field_validator("content")
+    @classmethod
+    def _within_text_limits(cls, text: str, info: ValidationInfo) -> str:
+        return check_text(text, info)
 
 
-async def read_request(
-    content: bytes, rules: Rules, context: RequestContext, pipeline: Pipeline
-) -> tuple[GenerateBody, GenerateRequest]:
-    """Return a request's body, checked, and what it asks for, cut where its caller has asked for it and it is too long.
+def check_text(text: str, info: ValidationInfo) -> str:
+    """Return a text that is within the limits; ``Rules`` are the validation context."""
+    limits = (info.context or STANDARD_RULES).limits
+    if len(text) > limits.max_prompt_chars:
+        raise ValueError(f"has {len(text)} characters")
+    # A word needs a separator: a text of at most twice the limit in characters has no more words than that.
+    if len(text) > 2 * limits.max_prompt_words and (words := len(text.split())) > limits.max_prompt_words:
+        raise ValueError(f"has {words} words")
+    return text
+
+
+def _as_list(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) else stop
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+class GenerateBody(RoutingFields):
+    """The body of ``POST /generate`` and ``POST /route``. ``Rules`` are the validation context."""
+
+    messages: list[MessageBody] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    prompt: str | None = Field(None, min_length=1, validate_default=True)
+    adapter: str | None = Field(None, min_length=1)
+    system_prompt: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, gt=0, le=2, allow_inf_nan=False)
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    stop: (
+        Annotated[list[StopString], BeforeValidator(_as_list, json_schema_input_type=StopString | list[StopString])]
+        | None
+    ) = Field(None, max_length=MAX_STOPS)
+    stream: bool = True
+    resumable: bool = False
+    provider: ProviderBody | None = None
+
+    @field_validator("resumable")
+    @classmethod
+    def _needs_a_stream(cls, resumable: bool, info: ValidationInfo) -> bool:  # noqa: FBT001  pydantic's interface
+        if resumable and info.data.get("stream") is False:
+            raise ValueError("is true, and stream is false")
+        return resumable
+
+    @field_validator("messages")
+    @classmethod
+    def _in_turns(cls, messages: list[MessageBody] | None) -> list[MessageBody] | None:
+        if messages is None:
+            return None
+        if any(message.role == "system" for message in messages[1:]):
+            raise ValueError("has a system message that is not the first")
+        if messages[-1].role != "user" or not messages[-1].content:
+            raise ValueError("does not end with a message of the user that has a text")
+        return messages
+
+    @field_validator("prompt")
+    @classmethod
+    def _one_of_both(cls, prompt: str | None, info: ValidationInfo) -> str | None:
+        if "messages" not in info.data:  # they are wrong by themselves
+            return prompt
+        if (prompt is None) == (info.data["messages"] is None):
+            raise ValueError("is missing, and so is messages" if prompt is None else "is given, and so is messages")
+        return prompt
+
+    @field_validator("prompt", "system_prompt")
+    @classmethod
+    def _within_text_limits(cls, text: str | None, info: ValidationInfo) -> str | None:
+        if text is not None and info.field_name == "system_prompt" and info.data.get("messages") is not None:
+            raise ValueError("is given, and so is messages, whose first may be the system's")
+        return None if text is None else check_text(text, info)
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _within_token_limit(cls, tokens: int | None, info: ValidationInfo) -> int | None:
+        limits = (info.context or STANDARD_RULES).limits
+        if tokens is not None and tokens > limits.max_tokens:
+            raise ValueError(f"is {tokens}")
+        return tokens
+
+
+def allowed_values(rules: Rules) -> dict[str, str]:
+    limits = rules.limits
+    text = f"{limits.max_prompt_chars} characters and at most {limits.max_prompt_words} words"
+    return {
+        "prompt": f"a string of 1 to {text}; exactly one of prompt and messages",
+        "messages": f"null or a list of 1 to {MAX_MESSAGES} objects with role and content, the user's last; exactly one "
+        "of prompt and messages",
+        "messages.role": "system (the first only), user or assistant",
+        "messages.content": f"a string of at most {text}",
+        "system_prompt": f"null or a string of at most {text}",
+        "max_tokens": f"an integer from 1 to {limits.max_tokens}",
+        "temperature": "a number from 0 to 2",
+        "top_p": "null or a number above 0, at most 1",
+        "repetition_penalty": "null or a number above 0, at most 2",
+        "seed": f"null or an integer from 0 to {MAX_SEED}",
+        "stop": f"null, a string of 1 to {MAX_STOP_CHARS} characters, or a list of at most {MAX_STOPS} such strings",
+        "adapter": "null or the name of a LoRA adapter that some tier offers; GET /v1/models lists them",
+        "stream": "true or false",
+        "resumable": "true or false; true with stream only",
+        **provider_allowed(rules.tiers),
+        **routing_allowed(rules),
+    }
+
+
+def parse(content: bytes, context: RequestContext, service: Service) -> Call:
+    """Return what a body asks for: the prompt goes through the model's own chat template, at the engine.
 
     Raises:
         BeyondKey: The priority is beyond the caller's key.
-        InvalidBody: No tier offers its adapter, or a precision that it allows.
+        InvalidBody: It is not UTF-8, not JSON, or a field is wrong; no tier offers its adapter, or a precision it allows.
     """
-    size, fleet, counter = len(content), pipeline.fleet, pipeline.counter
-    body = await apart(size, parse_generate, content, rules)
-    del content  # not to be held for as long as the answer takes
+    rules, fleet, limits = service.rules, service.pipeline.fleet, service.rules.limits
+    body = parsed(GenerateBody, content, allowed_values, rules)
     if body.adapter is not None and body.adapter not in (offered := adapter_names(fleet)):
         known = f"one of {', '.join(offered)}" if offered else "none: no tier offers an adapter"
         raise InvalidBody((FieldProblem("adapter", f"{body.adapter[:100]!r} is offered by no tier", known),))
-    messages = messages_of(body)
-    asked = body.priority if "priority" in body.model_fields_set else None
-    request = GenerateRequest(
-        context=context,
-        prompt=await apart(size, read_messages, messages, counter),
-        options=with_provider(
-            body.options(class_priority(context.caller, asked, "priority"), "tier"), body.provider, fleet
-        ),
-        max_tokens=body.max_tokens or rules.limits.default_max_tokens,
-        limited=body.max_tokens is not None,
-        sampling=_sampling(body, rules.limits),
-        messages=tuple(messages),
-        adapter=body.adapter,
-        session=session_of(context),
+    if body.messages is not None:
+        messages = [{"role": message.role, "content": message.content} for message in body.messages]
+    else:
+        system = [] if body.system_prompt is None else [{"role": "system", "content": body.system_prompt}]
+        messages = [*system, {"role": "user", "content": body.prompt or ""}]
+    priority = class_priority(
+        context.caller, body.priority if "priority" in body.model_fields_set else None, "priority"
     )
-    cutter = await cutter_for(request, pipeline, size)
-    if cutter is None:
-        return body, request
-    return body, await apart(size, partial(_cut, chat=body.messages is not None), request, cutter)
+    options, max_tokens = body.options(priority, "tier"), body.max_tokens or limits.default_max_tokens
+    sampling: dict[str, Any] = {
+        "temperature": limits.default_temperature if body.temperature is None else body.temperature
+    }
+    for name in ("top_p", "repetition_penalty", "seed", "stop"):
+        if (value := getattr(body, name)) is not None:
+            sampling[name] = value
+    return Call(
+        context=context,
+        prompt=read_messages(messages, service.pipeline.counter),
+        options=options if body.provider is None else with_provider(options, body.provider, fleet),
+        asked=EngineRequest(
+            document={"messages": messages, "max_tokens": max_tokens, **sampling},
+            request_id=engine_request_id(context),
+            priority=priority,
+            wants_usage=True,
+            chat=messages,
+            resumption=Resumption(max_tokens, sampling, priority),
+            adapter=body.adapter,
+        ),  # streamed, so that an engine that stalls is noticed
+        max_tokens=max_tokens,
+        limited=body.max_tokens is not None,
+        session=session_of(context),
+        streamed=body.stream,
+        resumable=body.resumable,
+        cut=None if body.truncate is None else partial(_cut, chat=body.messages is not None),
+    )
 
 
-def _cut(request: GenerateRequest, cutter: Cutter, *, chat: bool) -> GenerateRequest:
-    made = cutter.chat([dict(m) for m in request.messages], 0) if chat else cutter.prompt(request.messages)
+def _cut(call: Call, cutter: Cutter, *, chat: bool) -> Call:
+    messages = call.asked.chat or ()
+    made = cutter.chat([dict(message) for message in messages], 0) if chat else cutter.prompt(messages)
     if made is None:
-        return request
-    prompt = read_messages(made, cutter.counter)
-    told = cutter.disclosed(prompt, len(request.messages) - len(made))
-    return replace(request, messages=tuple(made), prompt=prompt, truncated=told)
+        return call
+    asked = replace(
+        call.asked, chat=made, document={**cast("Mapping[str, Any]", call.asked.document), "messages": made}
+    )
+    shorter = replace(call, asked=asked, prompt=read_messages(made, cutter.counter))
+    return replace(shorter, truncated=cutter.disclosed(shorter, len(messages) - len(made)))
 
 
-def _sampling(body: GenerateBody, limits: LimitSettings) -> dict[str, Any]:
-    temperature = limits.default_temperature if body.temperature is None else body.temperature
-    given = {name: getattr(body, name) for name in ("top_p", "repetition_penalty", "seed", "stop")}
-    return {"temperature": temperature, **{name: value for name, value in given.items() if value is not None}}
-
-
-@dataclass(frozen=True, slots=True)
-class Generate:
-    """The endpoint ``POST /generate``, as an ASGI application."""
-
-    pipeline: Pipeline
-    settings: Settings
-    streams: ResumableStreams
-    rules: Rules
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. Work stops when the client goes away, unless the stream is resumable."""
-        pipeline, settings = self.pipeline, self.settings
-        pipeline.telemetry.name_server_span(scope, "/generate")
-        content = await read_body(scope, receive, settings.server.max_body_bytes)
-        context = context_of(scope)
-        cancel_on_disconnect(scope)
-        if last_event_id := context.header(b"last-event-id"):
-            await self._resume(last_event_id, context, scope, receive, send)
-            return
-        body, request = await read_request(content, self.rules, context, pipeline)
-        del content  # not to be held for as long as the answer takes
-        decision = pipeline.decide(request)
-        if body.stream:
-            await_first(context, tracker_of(scope), settings.server.silence_s)
-        if body.resumable:
-            make = partial(self._make, request, decision)
-            stream = self.streams.open(context.caller.key_id, make, context.request_id)
-            if stream is not None:
-                await self._read(stream, 0, context, send)
-                return
-        if body.stream:
-            begin = partial(self._begin, send, tracker_of(scope))
-            await serve_stream(pipeline, request, decision, begin)
-        else:
-            await pipeline.serve(request, decision, partial(self._send_whole, send))
-
-    async def _begin(
-        self, send: Send, tracker: ResponseTracker, active: ActiveRequest, answer: EngineStream
-    ) -> tuple[Encoder, Sink]:
-        headers = answer_headers(active, self.settings.telemetry)
-        await send(start_message(headers, EVENT_STREAM, STREAM_HEADERS, hold=True))
-        return TextEvents(answer, active.context, numbered=True), tracker
-
-    async def _send_whole(self, send: Send, active: ActiveRequest) -> None:
-        headers, answer = answer_headers(active, self.settings.telemetry), active.answer
-        assert isinstance(answer, EngineStream)
-        await send_whole(await _collect(answer, active.context), "application/json", headers, send)
-
-    async def _make(self, request: GenerateRequest, decision: Decision, stream: ResumableStream) -> None:
-        async def begin(active: ActiveRequest, answer: EngineStream) -> tuple[Encoder, Sink]:
-            context = request.context
-            headers = answer_headers(active, self.settings.telemetry)
-            own = {name: value for name, value in headers.items() if name not in context.headers}  # not the request's
-            stream.begin({**own, STREAM_ID: stream.id})
-            return TextEvents(answer, context), stream
-
-        await serve_stream(self.pipeline, request, decision, begin)
-
-    async def _read(self, stream: ResumableStream, after: int, context: RequestContext, send: Send) -> None:
-        started = False
-
-        async def start(headers: Mapping[str, str]) -> None:
-            nonlocal started
-            started = True
-            await send(start_message({**headers, **context.headers}, EVENT_STREAM, STREAM_HEADERS))
-
-        try:
-            await self.streams.read(stream, after, start, send)
-        except (ResumedElsewhere, StreamGone) as error:
-            if not started:
-                raise
-            await send(body_message(error_event(error, context), more=False))
-
-    async def _resume(
-        self, last_event_id: str, context: RequestContext, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        """Go on with a stream; the request's body, which clients send again as it was, is not looked at."""
-        stream, after = self.streams.find(last_event_id, context.caller.key_id)
-        if stream.over and after == stream.newest:
-            self.streams.drop(stream)
-            await Response(status_code=204, headers=context.headers)(scope, receive, send)
-            return
-        await self._read(stream, after, context, send)
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """The endpoint ``POST /route``: the decision, without generating."""
-
-    pipeline: Pipeline
-    settings: Settings
-    rules: Rules
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, which counts as one of no tokens. A refusal is a decision too: 200, with ``tier`` null."""
-        pipeline, context = self.pipeline, context_of(scope)
-        pipeline.telemetry.name_server_span(scope, "/route")
-        content = await read_body(scope, receive, self.settings.server.max_body_bytes)
-        _, request = await read_request(content, self.rules, context, pipeline)
-        grant = await pipeline.quotas.enter(context.caller, 0, context.limits)
-        counted: int | None = None
-        try:
-            rendered = render_decision(pipeline.decide(request, serve=False))
-            counted = 0
-        finally:
-            if grant is not None:
-                await grant.settle(counted)
-        response = Response(to_json(rendered), media_type="application/json", headers=context.headers)
-        await response(scope, receive, send)
+def read_messages(messages: Sequence[Mapping[str, str]], counter: TokenCounter) -> PromptText:
+    first, last = messages[0], messages[-1]
+    if len(messages) == 1 or (len(messages) == 2 and first["role"] == "system"):  # noqa: PLR2004
+        # A prompt, which is counted when it is classified.
+        tokens, parts = 0, [chat_part("user", last["content"], -1)]
+        if last is not first:
+            tokens = counter.count(first["content"])
+            parts.insert(0, chat_part("system", first["content"], tokens))
+        return PromptText(
+            last["content"], system_tokens=tokens, messages=len(messages), system=last is not first, parts=tuple(parts)
+        )
+    texts = [message["content"] for message in messages]
+    counted = [chat_part(m["role"], text, counter.count(text)) for m, text in zip(messages, texts, strict=True)]
+    total = sum(part.tokens for part in counted)
+    return PromptText(
+        last_turn(messages, texts),
+        prompt_tokens=total,
+        all_tokens=total,
+        messages=len(messages),
+        system=messages[0]["role"] == "system",
+        parts=tuple(counted),
+    )
 
 
 class TextEvents:
@@ -252,30 +285,31 @@ class TextEvents:
         return events
 
     def end(self) -> list[bytes]:
-        return self._last(b"event: done\ndata: " + to_json(closing(self._answer)) + b"\n\n")
+        return self._last(b"event: done\ndata: " + to_json(closing(self._answer)) + SEPARATOR)
 
     def failure(self, error: Exception) -> list[bytes]:
         """Return the last event of an answer that could not be completed."""
-        return self._last(error_event(error, self._context))
+        return self._last(describe(error).event(ErrorForm.PROBLEM, self._context.ids) + SEPARATOR)
 
     def _last(self, event: bytes) -> list[bytes]:
         return [event if self._number is None else b"id: %d\n" % (self._number + 1) + event]
 
 
-def error_event(error: Exception, context: RequestContext) -> bytes:
-    """Return the event that ends a stream which could not be finished, or not here."""
-    return describe(error).event(ErrorForm.PROBLEM, context.ids) + b"\n\n"
+def _encoder(call: Call, active: ActiveRequest) -> TextEvents:
+    assert isinstance(active.answer, EngineStream)
+    return TextEvents(active.answer, call.context, numbered=not call.resumable)  # whose ids name the stream as well
 
 
-async def _collect(answer: EngineStream, context: RequestContext) -> bytes:
-    parts: list[str] = []
+async def _whole(call: Call, active: ActiveRequest) -> tuple[bytes, str]:
+    answer, parts = active.answer, list[str]()
+    assert isinstance(answer, EngineStream)
 
     def take(chunks: Sequence[Chunk]) -> bool:
         parts.extend(chunk.text for chunk in chunks)
         return True
 
     await answer.relay(take, partial(sleep, 0))
-    return to_json({"text": "".join(parts), **closing(answer), **context.ids})
+    return to_json({"text": "".join(parts), **closing(answer), **call.context.ids}), "application/json"
 
 
 def closing(answer: EngineStream) -> dict[str, Any]:
@@ -289,3 +323,30 @@ def closing(answer: EngineStream) -> dict[str, Any]:
         "ttft_ms": round(answer.ttft_ms or 0.0, 1),
         "tpot_ms": round(tpot_ms, 2) if tpot_ms is not None else None,
     }
+
+
+GENERATE = Endpoint("/generate", parse, _encoder, _whole, resumes=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The endpoint ``POST /route``: the decision, without generating."""
+
+    service: Service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, which counts as one of no tokens. A refusal is a decision too: 200, with ``tier`` null."""
+        context, pipeline = context_of(scope), self.service.pipeline
+        pipeline.telemetry.name_server_span(scope, "/route")
+        body = await read_body(scope, receive, self.service.settings.server.max_body_bytes)
+        call = await GENERATE.read(body, context, self.service)
+        grant = await pipeline.quotas.enter(context.caller, 0, context.limits)
+        counted: int | None = None
+        try:
+            rendered = render_decision(pipeline.decide(call, serve=False))
+            counted = 0
+        finally:
+            if grant is not None:
+                await grant.settle(counted)
+        response = Response(to_json(rendered), media_type="application/json", headers=context.headers)
+        await response(scope, receive, send)

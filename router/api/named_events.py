@@ -7,20 +7,20 @@ tell token ids: after the first byte a fault ends a stream with an error event. 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from router.api.bodies import FieldProblem, InvalidBody
-from router.api.models import resolve
+from router.api.endpoint import Endpoint, as_it_came, report_on, with_member
+from router.api.models import read_document, resolve
 from router.api.openai import priority_to_send, routing_fields, undraftable_of
-from router.api.openai_events import with_member
 from router.api.openai_prompt import PART_TOKENS, SYSTEM_ROLES, last_turn, other_parts, text_of
 from router.api.paths import MESSAGES, RESPONSES, error_form
 from router.api.problems import NotStored, describe
 from router.api.provider import provider_of, with_provider
-from router.api.relayed import RelayedCall, RelayEndpoint
 from router.pipeline.pipeline import engine_request_id
-from router.pipeline.request import MAX_COUNT, PromptText, chat_part, session_of
-from router.upstream.engine_request import PassedRequest
+from router.pipeline.request import MAX_COUNT, Call, PromptText, chat_part, session_of
+from router.upstream.engine_request import EngineRequest
 from router.upstream.json_object import as_boolean, as_integer
 from router.upstream.named_events import MESSAGE_FORMAT, RESPONSE_FORMAT
 from router.upstream.sse import SEPARATOR
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from classifier import TokenCounter
+    from router.api.endpoint import Service
+    from router.pipeline.registry import ActiveRequest
     from router.pipeline.request import RequestContext
-    from router.policy.decision import Decision
-    from router.upstream.engine_stream import EngineStream
     from router.upstream.errors import UpstreamError
     from router.upstream.json_object import JsonObject
     from router.upstream.sse import AnswerFormat, Chunk
@@ -139,47 +139,6 @@ _NEEDS_STORE = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Api:
-    """What is different between the two.
-
-    Attributes:
-        read: Reads the conversation that a body holds.
-        limit: The body's member that bounds the output tokens.
-        answers: How engines' answers are read.
-    """
-
-    read: Callable[[JsonObject], Conversation]
-    limit: str
-    answers: AnswerFormat
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassedCall(RelayedCall):
-    """A request, read.
-
-    Attributes:
-        answers: How the API's answers are read.
-        chat: Its messages, where the same could be asked as a chat; None where not.
-    """
-
-    answers: AnswerFormat
-    chat: Sequence[Any] | None
-
-    def engine_request(self, decision: Decision) -> PassedRequest:
-        del decision
-        return PassedRequest(
-            document=self.document,
-            path=self.path,
-            request_id=engine_request_id(self.context),
-            answers=self.answers,
-            streamed=self.streamed,
-            priority=self.priority,
-            chat=self.chat,
-            adapter=self.adapter,
-        )
-
-
 def read_response_body(document: JsonObject) -> Conversation:
     """Read the body of a request for a response.
 
@@ -206,51 +165,74 @@ def _named_sessions(document: JsonObject) -> tuple[Any, ...]:
     return document.get("prompt_cache_key"), document.get("user"), user
 
 
-APIS = {
-    MESSAGES: Api(read_messages, "max_tokens", MESSAGE_FORMAT),
-    RESPONSES: Api(read_response_body, "max_output_tokens", RESPONSE_FORMAT),
-}
+class _Api(NamedTuple):
+    """What is different between the two.
+
+    Attributes:
+        read: Reads the conversation that a body holds.
+        limit: The body's member that bounds the output tokens.
+        answers: How engines' answers are read.
+    """
+
+    path: str
+    read: Callable[[JsonObject], Conversation]
+    limit: str
+    answers: AnswerFormat
 
 
-@dataclass(frozen=True, slots=True)
-class NamedEvents(RelayEndpoint[PassedCall]):
-    """The endpoints ``POST /v1/messages`` and ``POST /v1/responses``."""
+def _parse(api: _Api, body: bytes, context: RequestContext, service: Service) -> Call:
+    """Read what routing needs of a body; the rest of it goes to the engine as it is.
 
-    def prompt(self, document: JsonObject) -> PromptText:
-        return APIS[self.path].read(document).prompt(self.pipeline.counter)
-
-    def read(self, document: JsonObject, context: RequestContext, prompt: PromptText) -> PassedCall:
-        settings, api = self.settings, APIS[self.path]
-        choice = resolve(document, settings.openai, self.pipeline.fleet)
-        fields, hint_field = routing_fields(document, context, choice.tier, self.rules)
-        if fields.truncate is not None:
-            wrong = f"is not supported at {self.path}", "at /generate, /v1/chat/completions and /v1/completions"
-            raise InvalidBody((FieldProblem("truncate", *wrong),))
-        provider, conversation = provider_of(document, self.rules), api.read(document)
-        named = as_integer(document.get(api.limit))
-        limit = settings.limits.default_max_tokens if named is None else named
-        priority = priority_to_send(document, fields, context)
-        return PassedCall(
-            context=context,
-            path=self.path,
+    Raises:
+        InvalidBody: It is no JSON object, or its options are not valid.
+        UnknownModel: Its model is none of ours.
+        BeyondKey: The priority is beyond the caller's key.
+    """
+    settings, rules, fleet = service.settings, service.rules, service.pipeline.fleet
+    document = read_document(body)
+    conversation = api.read(document)
+    choice = resolve(document, settings.openai, fleet)
+    fields, hint_field = routing_fields(document, context, choice.tier, rules)
+    if fields.truncate is not None:
+        wrong = f"is not supported at {api.path}", "at /generate, /v1/chat/completions and /v1/completions"
+        raise InvalidBody((FieldProblem("truncate", *wrong),))
+    provider = provider_of(document, rules)
+    named = as_integer(document.get(api.limit))
+    limit = settings.limits.default_max_tokens if named is None else named
+    priority, streamed = priority_to_send(document, fields, context), as_boolean(document.get("stream"))
+    return Call(
+        context=context,
+        prompt=conversation.prompt(service.pipeline.counter),
+        options=with_provider(fields.options(priority or 0, hint_field), provider, fleet),
+        asked=EngineRequest(
             document=document,
+            path=api.path,
+            request_id=engine_request_id(context),
             answers=api.answers,
-            prompt=prompt,
-            options=with_provider(fields.options(priority or 0, hint_field), provider, self.pipeline.fleet),
-            max_tokens=min(max(limit, 1), MAX_COUNT),
-            limited=named is not None,
-            streamed=as_boolean(document.get("stream")),
+            streamed=streamed,
             priority=priority,
-            report=fields.report,
+            counts=False,
             chat=conversation.chat,
             adapter=choice.adapter,
-            undraftable=undraftable_of(document),
-            session=session_of(context, *_named_sessions(document)),
-        )
+        ),
+        max_tokens=min(max(limit, 1), MAX_COUNT),
+        limited=named is not None,
+        streamed=streamed,
+        report=fields.report,
+        undraftable=undraftable_of(document),
+        session=session_of(context, *_named_sessions(document)),
+    )
 
-    def encoder(self, request: PassedCall, answer: EngineStream, report: dict[str, Any] | None) -> PassedEvents:
-        del answer
-        return PassedEvents(request.context, report)
+
+def _encoder(call: Call, active: ActiveRequest) -> PassedEvents:
+    return PassedEvents(call.context, report_on(call, active))
+
+
+_APIS = (
+    _Api(MESSAGES, read_messages, "max_tokens", MESSAGE_FORMAT),
+    _Api(RESPONSES, read_response_body, "max_output_tokens", RESPONSE_FORMAT),
+)
+NAMED_EVENT_ENDPOINTS = [Endpoint(api.path, partial(_parse, api), _encoder, as_it_came) for api in _APIS]
 
 
 class PassedEvents:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from router.api.asgi import apart
 from router.api.bodies import (
     MOST_NAME_CHARS,
     FieldProblem,
@@ -19,24 +18,31 @@ from router.api.bodies import (
     first_errors,
     routing_allowed,
 )
-from router.api.models import resolve
+from router.api.endpoint import Endpoint, as_it_came, report_on
+from router.api.models import read_document, resolve
 from router.api.openai_events import RelayedEvents
 from router.api.openai_prompt import beside, read_chat, read_completion
-from router.api.paths import CHAT
+from router.api.paths import CHAT, COMPLETIONS
 from router.api.provider import provider_of, with_provider
-from router.api.relayed import RelayedCall, RelayEndpoint
-from router.api.truncation import cut_prompts, cutter_for
+from router.api.truncation import cut_prompts
 from router.pipeline.pipeline import engine_request_id
-from router.pipeline.request import MAX_COUNT, class_priority, priority_within, session_of
-from router.upstream.engine_request import DEFAULT_COMPLETION, RelayRequest, resumption_of
+from router.pipeline.request import MAX_COUNT, Call, class_priority, priority_within, session_of
+from router.upstream.engine_request import (
+    DEFAULT_COMPLETION,
+    EngineRequest,
+    messages_in,
+    resumption_of,
+    token_limit,
+)
+from router.upstream.engine_stream import EngineStream
 from router.upstream.json_object import JsonObject, as_boolean, as_integer
 
 if TYPE_CHECKING:
+    from router.api.endpoint import Service
     from router.api.truncation import Cutter
+    from router.pipeline.registry import ActiveRequest
     from router.pipeline.request import PromptText, RequestContext
-    from router.policy.decision import Decision
     from router.settings import TierPolicy
-    from router.upstream.engine_stream import EngineStream
 
 # Header → member of the ``qarr`` object; numbers are written as such.
 HEADERS: dict[bytes, tuple[str, ...]] = {
@@ -72,99 +78,80 @@ def _allowed(rules: Rules) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionRequest(RelayedCall):
-    """A request for a completion, read."""
+def parse(path: str, body: bytes, context: RequestContext, service: Service) -> Call:
+    """Read what routing needs of a request for a completion; the rest of its body goes to the engine as it is.
 
-    @property
-    def wants_usage(self) -> bool:
-        """Tell whether its caller asked for the chunk with token counts at the end of a stream."""
-        options = self.document.get("stream_options")
-        return isinstance(options, dict) and as_boolean(options.get("include_usage"))
-
-    def engine_request(self, decision: Decision) -> RelayRequest:
-        del decision
-        chat, resumption = self.path == CHAT, None
-        if self.streamed:
-            resumption = resumption_of(self.document, self.priority or 0, choices=self.sequences, chat=chat)
-        return RelayRequest(
-            document=self.document,
-            path=self.path,
-            operation="chat" if chat else "text_completion",
-            request_id=engine_request_id(self.context),
-            streamed=self.streamed,
-            priority=self.priority,
-            wants_usage=self.wants_usage,
-            resumption=resumption,
-            adapter=self.adapter,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Completions(RelayEndpoint[CompletionRequest]):
-    """The endpoints ``POST /v1/chat/completions`` and ``POST /v1/completions``, as ASGI applications."""
-
-    def encoder(self, request: CompletionRequest, answer: EngineStream, report: dict[str, Any] | None) -> RelayedEvents:
-        return RelayedEvents(answer, report, chat=self.path == CHAT, wants_usage=request.wants_usage)
-
-    def prompt(self, document: JsonObject) -> PromptText:
-        return (read_chat if self.path == CHAT else read_completion)(document, self.pipeline.counter)
-
-    def read(self, document: JsonObject, context: RequestContext, prompt: PromptText) -> CompletionRequest:
-        """Read what routing needs of a request for a completion.
-
-        Raises:
-            InvalidBody: Its options are not valid.
-            UnknownModel: Its model is none of ours.
-            BeyondKey: The priority is beyond the caller's key.
-        """
-        settings = self.settings
-        chat, choice = self.path == CHAT, resolve(document, settings.openai, self.pipeline.fleet)
-        fields, hint_field = routing_fields(document, context, choice.tier, self.rules)
-        provider = provider_of(document, self.rules)
-        named = as_integer(document.get("max_completion_tokens")) if chat else None
-        named = as_integer(document.get("max_tokens")) if named is None else named
-        limit = named
-        if limit is None:
-            limit = settings.limits.default_max_tokens if chat else DEFAULT_COMPLETION
-        sequences = _sequences(document, prompt, settings.limits.max_sequences, chat=chat)
-        priority = priority_to_send(document, fields, context)
-        return CompletionRequest(
-            context=context,
-            path=self.path,
+    Raises:
+        InvalidBody: It is no JSON object, or its options are not valid.
+        UnknownModel: Its model is none of ours.
+        BeyondKey: The priority is beyond the caller's key.
+    """
+    settings, rules, pipeline = service.settings, service.rules, service.pipeline
+    document, chat = read_document(body), path == CHAT
+    prompt = (read_chat if chat else read_completion)(document, pipeline.counter)
+    choice = resolve(document, settings.openai, pipeline.fleet)
+    fields, hint_field = routing_fields(document, context, choice.tier, rules)
+    provider = provider_of(document, rules)
+    limit = named = token_limit(document, chat=chat)
+    if limit is None:
+        limit = settings.limits.default_max_tokens if chat else DEFAULT_COMPLETION
+    sequences = _sequences(document, prompt, settings.limits.max_sequences, chat=chat)
+    priority, streamed = priority_to_send(document, fields, context), as_boolean(document.get("stream"))
+    resumption, stream_options = None, document.get("stream_options")
+    if streamed:
+        resumption = resumption_of(document, priority or 0, choices=sequences, chat=chat)
+    return Call(
+        context=context,
+        prompt=prompt,
+        options=with_provider(fields.options(priority or 0, hint_field), provider, pipeline.fleet),
+        asked=EngineRequest(
             document=document,
-            prompt=prompt,
-            options=with_provider(fields.options(priority or 0, hint_field), provider, self.pipeline.fleet),
-            max_tokens=min(max(limit, 1), MAX_COUNT),
-            limited=named is not None,
-            sequences=sequences,
-            streamed=as_boolean(document.get("stream")),
+            path=path,
+            operation="chat" if chat else "text_completion",
+            request_id=engine_request_id(context),
+            streamed=streamed,
             priority=priority,
-            report=fields.report,
+            wants_usage=isinstance(stream_options, dict) and as_boolean(stream_options.get("include_usage")),
+            chat=messages_in(document),
+            resumption=resumption,
             adapter=choice.adapter,
-            undraftable=undraftable_of(document),
-            session=session_of(context, document.get("prompt_cache_key"), document.get("user")),
-        )
+        ),
+        max_tokens=min(max(limit, 1), MAX_COUNT),
+        limited=named is not None,
+        sequences=sequences,
+        streamed=streamed,
+        report=fields.report,
+        undraftable=undraftable_of(document),
+        session=session_of(context, document.get("prompt_cache_key"), document.get("user")),
+        cut=None if fields.truncate is None else _cut,
+    )
 
-    async def fitted(self, request: CompletionRequest) -> CompletionRequest:
-        """Return a request that fits the longest context, cut where its caller has asked for it and it can be cut so far."""
-        size = len(request.document.raw)
-        cutter = await cutter_for(request, self.pipeline, size)
-        return request if cutter is None else await apart(size, self._cut, request, cutter)
 
-    def _cut(self, request: CompletionRequest, cutter: Cutter) -> CompletionRequest:
-        name, counter = "messages" if request.prompt.messages else "prompt", self.pipeline.counter
-        given, made, dropped = request.document.get(name), None, 0
-        if name == "prompt":
-            made = cut_prompts(given, cutter)
-        elif all(isinstance(message, dict) for message in given):  # else the engine says best what is wrong with it
-            made = cutter.chat(given, sum(counter.count(text) for text in beside(request.document)))
-            dropped = len(given) - len(made or ())
-        if made is None:
-            return request
-        document = JsonObject.parse(request.document.edited({name: json.dumps(made).encode()}))
-        prompt = self.prompt(document)
-        return replace(request, document=document, prompt=prompt, truncated=cutter.disclosed(prompt, dropped))
+def _cut(call: Call, cutter: Cutter) -> Call:
+    document, counter, made, dropped = call.asked.document, cutter.counter, None, 0
+    assert isinstance(document, JsonObject)
+    name, read = ("messages", read_chat) if call.prompt.messages else ("prompt", read_completion)
+    given = document.get(name)
+    if name == "prompt":
+        made = cut_prompts(given, cutter)
+    elif all(isinstance(message, dict) for message in given):  # else the engine says best what is wrong with it
+        made = cutter.chat(given, sum(counter.count(text) for text in beside(document)))
+        dropped = len(given) - len(made or ())
+    if made is None:
+        return call
+    document = JsonObject.parse(document.edited({name: json.dumps(made).encode()}))
+    asked = replace(call.asked, document=document, chat=messages_in(document))
+    shorter = replace(call, asked=asked, prompt=read(document, counter))
+    return replace(shorter, truncated=cutter.disclosed(shorter, dropped))
+
+
+def _encoder(call: Call, active: ActiveRequest) -> RelayedEvents:
+    assert isinstance(active.answer, EngineStream)
+    chat, wants_usage = call.asked.path == CHAT, call.asked.wants_usage
+    return RelayedEvents(active.answer, report_on(call, active), chat=chat, wants_usage=wants_usage)
+
+
+COMPLETION_ENDPOINTS = [Endpoint(path, partial(parse, path), _encoder, as_it_came) for path in (CHAT, COMPLETIONS)]
 
 
 def undraftable_of(document: JsonObject) -> str:

@@ -13,7 +13,6 @@ from pydantic_core import to_json
 
 from router.api.paths import ErrorForm
 from router.api.problems import describe
-from router.api.serving import reason_of
 from router.upstream.engine_stream import continued_on
 from router.upstream.json_object import read_json
 from router.upstream.sse import DONE, SEPARATOR
@@ -21,8 +20,7 @@ from router.upstream.sse import DONE, SEPARATOR
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from router.policy.decision import Decision
-    from router.upstream.engine_stream import EngineAnswer, EngineStream
+    from router.upstream.engine_stream import EngineStream
     from router.upstream.sse import Chunk
 
 # Quotes in a JSON string are escaped, so these stand only where a member of that name does.
@@ -106,25 +104,6 @@ class RelayedEvents:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         continued = {"continued_on": continued_on(self._answer)} if self._answer.parts else {}
         return {"id": "", "object": kind, "created": 0, "model": "", "choices": [], "qarr": {**report, **continued}}
-
-
-def report_on(decision: Decision, answer: EngineAnswer) -> dict[str, Any]:
-    """Return who serves an answer and why, for bodies whose caller asked for it."""
-    outside = answer.overflow is not None
-    return {
-        "tier": None if outside else answer.tier,
-        "precision": answer.spec.precision,
-        "checkpoint": answer.spec.checkpoint_id,
-        **({"overflow": answer.overflow} if outside else {}),
-        "reason": reason_of(decision, answer),
-        "class": decision.query.features.prompt_class.value,
-    }
-
-
-def with_member(content: bytes, name: str, value: object) -> bytes:
-    """Return a JSON object with one more member at its end."""
-    whole = content.rstrip()
-    return whole[:-1] + b"," + to_json(name) + b":" + to_json(value) + b"}"
 
 
 def _without(event: bytes, *names: bytes) -> bytes:

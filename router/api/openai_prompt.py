@@ -11,6 +11,8 @@ from router.pipeline.request import PromptText, chat_part
 from tiers.prefix_memory import Part
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from classifier import TokenCounter
     from router.upstream.json_object import JsonObject
 
@@ -75,7 +77,7 @@ def read_completion(document: JsonObject, counter: TokenCounter) -> PromptText:
     )
 
 
-def last_turn(messages: list[dict[str, Any]], texts: list[str]) -> str:
+def last_turn(messages: Sequence[Mapping[str, Any]], texts: list[str]) -> str:
     """Return the last user messages, with the previous turn if they are short."""
     turns: list[list[str]] = [[]]
     for message, text in zip(messages, texts, strict=True):

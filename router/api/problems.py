@@ -20,7 +20,6 @@ from router.api.resumable import ResumedElsewhere, StreamGone, UnknownStream
 from router.auth.api_keys import BeyondKey, IssuerAway, Unauthorized
 from router.auth.budgets import BudgetUnknown, NoPrice, OverBudget
 from router.auth.quota import OverQuota
-from router.lifecycle import CLIENT_GONE
 from router.pipeline.request import RequestContext
 from router.policy.charge import MICRO
 from router.policy.decision import Decision, Refusal, Refused
@@ -28,6 +27,7 @@ from router.policy.explain import verdicts
 from router.policy.render import render_verdict
 from router.reload import ReloadError
 from router.server.errors import BodyTooLarge, HeadTooLarge, NotHttp, TooManyConnections, TooSlow
+from router.server.responder import CLIENT_GONE
 from router.telemetry.request_trace import UnknownTrace
 from router.upstream.errors import EngineBroke, EngineRefused, EngineTooSlow, NoEngineAnswered, NoSlot, UpstreamError
 from tiers.errors import NotPossible, UnknownReplica

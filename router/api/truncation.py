@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from router.api.asgi import apart
 from router.api.openai_prompt import PART_TOKENS, SYSTEM_ROLES, is_ids, other_parts, text_of
-from router.pipeline.request import query_of
 from router.policy.decide import longest_context
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
     from classifier import TokenCounter
     from router.pipeline.pipeline import Pipeline
-    from router.pipeline.request import ParsedRequest, PromptText, Truncate
+    from router.pipeline.request import Call, Truncate
     from tiers.snapshot import TemplateTokens
 
 CLOSE = 4  # tokens that a cut text may be shorter than it could be: nearer takes many more counts
@@ -106,24 +105,18 @@ class Cutter:
     def _tokens(self, text: str) -> int:
         return self.counter.count(text)
 
-    def disclosed(self, prompt: PromptText, messages: int) -> str:
-        """Return what is told of the cut: how many tokens and messages were dropped."""
-        left = prompt.tokens(prompt.classify(self.counter), self.template)
+    def disclosed(self, call: Call, messages: int) -> str:
+        """Return what is told of a call that was cut: how many tokens and messages were dropped."""
+        left = call.query(call.prompt.classify(self.counter), self.template).prompt_tokens
         return f"{self.how}; dropped_tokens={self.before - left}; dropped_messages={messages}"
 
 
-async def cutter_for(request: ParsedRequest, pipeline: Pipeline, size: int) -> Cutter | None:
-    """Return what cuts a request, whose body has so many bytes.
-
-    None: nothing is to be cut, since a tier that may serve it holds it, or nobody asked.
-    """
-    how = request.options.truncate
-    if how is None:
-        return None
-    template = pipeline.fleet.template
-    query = query_of(request, await apart(size, request.prompt.classify, pipeline.counter), template)
+async def cutter_for(call: Call, pipeline: Pipeline, size: int) -> Cutter | None:
+    """Return what cuts a call, whose body has so many bytes; None: a tier that may serve it holds it."""
+    how, template = call.options.truncate, pipeline.fleet.template
+    query = call.query(await apart(size, call.prompt.classify, pipeline.counter), template)
     room = longest_context(query, pipeline.fleet.snapshot()) - query.max_tokens
-    if room <= 0 or query.prompt_tokens <= room:
+    if how is None or room <= 0 or query.prompt_tokens <= room:
         return None
     return Cutter(how, query.prompt_tokens, room, pipeline.counter, template)
 

@@ -8,13 +8,13 @@ from functools import lru_cache
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from router.api.asgi import CONTEXT, TRACKER, ForeignHost, ForeignPage, body_message, context_of, forget
+from router.api.asgi import CONTEXT, ForeignHost, ForeignPage, body_message, context_of, responder_of
 from router.api.paths import PAGE, error_form
 from router.api.problems import Draining, describe, is_known, response_to
 from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized, UnknownSigner
-from router.lifecycle import ResponseTracker, ServerPhase
+from router.lifecycle import ServerPhase
 from router.pipeline.request import RequestContext
-from router.server.client import CLIENT
+from router.server.responder import OUT
 from router.telemetry.logs import begin_request, log_failure
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from router.lifecycle import ServerState
-    from router.server.client import HttpClient
+    from router.server.responder import Responder
     from router.telemetry.tracing import Telemetry
 
 log = logging.getLogger(f"qarr.{__name__}")
@@ -76,36 +76,32 @@ class RequestMiddleware:
             return
         task = asyncio.current_task()
         assert task is not None
-        client: HttpClient | None = scope.get(CLIENT)
-        if client is None:
-            tracker = ResponseTracker(send, send, self._server_state)
-        else:
-            tracker = ResponseTracker(send, client.send, self._server_state, client.write)
+        out = responder_of(scope)
+        out.through(send, self._server_state)
         self._server_state.active_requests.add(task)
         try:
-            await self._enter(scope, receive, tracker)
+            await self._enter(scope, receive, out)
         except asyncio.CancelledError:
-            gone = client is not None and client.disconnected
-            if not gone and not self._server_state.deadline_passed:
+            if not out.disconnected and not self._server_state.deadline_passed:
                 raise
             task.uncancel()
-            if gone:
+            if out.disconnected:
                 log.debug("request %s: the client went away", context_of(scope).request_id)
             else:
-                await _end_with_error(scope, receive, tracker)
+                await _end_with_error(scope, receive, out)
         finally:
             self._server_state.active_requests.discard(task)
-            tracker.close()
-            forget(scope)
-            log_failure(scope, tracker.status)
-            self._telemetry.record_status(tracker.status)
-            self._answered(_route(scope), scope["method"], tracker.status)
+            del scope[OUT]
+            out.forget()
+            log_failure(scope, out.status)
+            self._telemetry.record_status(out.status)
+            self._answered(_route(scope), scope["method"], out.status)
 
-    async def _enter(self, scope: Scope, receive: Receive, tracker: ResponseTracker) -> None:
+    async def _enter(self, scope: Scope, receive: Receive, out: Responder) -> None:
         sent = dict(reversed(scope["headers"]))  # the first of those that share a name
         context = RequestContext(*self._telemetry.request_ids(sent), route=scope["path"], sent=sent)
         begin_request(context.request_id, context.trace_id)
-        scope[CONTEXT], scope[TRACKER] = context, tracker
+        scope[CONTEXT] = context
         try:
             try:
                 context.caller = self._caller(scope["method"], context)
@@ -115,25 +111,25 @@ class RequestMiddleware:
         except (Unauthorized, Draining, ForeignHost, ForeignPage) as error:
             response = response_to(error, scope)
             response.headers["connection"] = "close"  # its body stays unread
-            await response(scope, receive, tracker.send)
+            await response(scope, receive, out.respond)
             return
         self._telemetry.record_caller(context.caller.key_id)
         endpoint = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
         if endpoint is None:
-            await self._app(scope, receive, tracker.send)
+            await self._app(scope, receive, out.respond)
             return
         scope["endpoint"] = endpoint
         try:
-            await endpoint(scope, receive, tracker.send)
+            await endpoint(scope, receive, out.respond)
         except Exception as error:  # as Starlette's middleware does it
-            if tracker.early and not tracker.complete:
-                tracker.close()
+            if out.early and not out.complete:
+                out.stop_waiting()
                 problem = describe(error).event(error_form(scope["path"]), context.ids)
-                await tracker.send(body_message(problem + b"\n\n", more=False))
-            elif tracker.begun:
+                await out.respond(body_message(problem + b"\n\n", more=False))
+            elif out.begun:
                 raise
             else:
-                await response_to(error, scope)(scope, receive, tracker.send)
+                await response_to(error, scope)(scope, receive, out.respond)
             if not is_known(error):
                 raise
 
@@ -191,14 +187,14 @@ def is_address_or_local(host: str, names: frozenset[str]) -> bool:
     return True
 
 
-async def _end_with_error(scope: Scope, receive: Receive, tracker: ResponseTracker) -> None:
+async def _end_with_error(scope: Scope, receive: Receive, out: Responder) -> None:
     form, context = error_form(scope["path"]), context_of(scope)
-    tracker.close()
+    out.stop_waiting()
     problem = describe(Draining("this router has ended before the answer was complete: ask again"))
-    if not tracker.begun:
-        await problem.response(context, form)(scope, receive, tracker.send)
-    elif tracker.streams and not tracker.complete:
-        await tracker.send(body_message(problem.event(form, context.ids) + b"\n\n", more=False))
+    if not out.begun:
+        await problem.response(context, form)(scope, receive, out.respond)
+    elif out.streams and not out.complete:
+        await out.respond(body_message(problem.event(form, context.ids) + b"\n\n", more=False))
 
 
 def _check_origin(context: RequestContext, allowed: Collection[str]) -> None:

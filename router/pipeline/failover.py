@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import to_json
 
-from router.upstream.engine_request import ContinuedRequest
+from router.upstream.engine_request import continuation
 from router.upstream.engine_stream import EngineStream
 from router.upstream.errors import EngineBroke, EngineStalled, UpstreamError, without_trace
 from router.upstream.json_object import read_json
@@ -25,13 +25,12 @@ from tiers.spec import ReplicaState, TierName
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from router.pipeline.admission import Admitted
     from router.policy.decision import Decision
     from router.policy.table import PolicyStore
     from router.telemetry.tracing import Telemetry
     from router.upstream.client import Upstream
     from router.upstream.engine_request import EngineRequest
-    from router.upstream.engine_stream import Drain, EngineAnswer, Feed
+    from router.upstream.engine_stream import Drain, Feed
     from router.upstream.progress import Progress, Resumption
     from tiers.fleet import Fleet
     from tiers.replica import Replica
@@ -145,7 +144,7 @@ class _Seam:
 
 @dataclass(frozen=True, slots=True)
 class Failover:
-    """Opens answers that other engines continue if theirs fails.
+    """What continues answers whose engine fails.
 
     Attributes:
         attempts: Most continuations of one answer.
@@ -159,21 +158,9 @@ class Failover:
     attempts: int
     default_max_tokens: int
 
-    async def open(self, admitted: Admitted, request: EngineRequest, sent_at: float) -> EngineAnswer:
-        """Open an answer that has begun; ``sent_at``: when it was first sent, by the monotonic clock.
-
-        Raises:
-            UpstreamError: As ``Upstream.open``.
-        """
-        answer = await self.upstream.open(admitted.decision, request, sent_at, lease=admitted.lease)
-        if isinstance(answer, EngineStream) and answer.progress is not None and request.resumption is not None:
-            rest = _Continuation(self, admitted.decision, request, request.resumption, answer.progress)
-            answer.resume = rest.relay
-        return answer
-
 
 @dataclass(frozen=True, slots=True)
-class _Continuation:
+class Continuation:
     """The rest of one answer, computed by other engines."""
 
     failover: Failover
@@ -255,8 +242,9 @@ class _Continuation:
             context = failover.fleet.spec(tier).max_model_len
             if length + (1 if left is None and tier is first else needed) > context:
                 continue
-            asked = ContinuedRequest(self.request, self.resumption, ids, done, left or context - length, number)
-            query = replace(decision.query, prompt_tokens=length, max_tokens=min(asked.left, needed))
+            most_left = left or context - length
+            asked = continuation(self.request, self.resumption, ids, done=done, left=most_left, number=number)
+            query = replace(decision.query, prompt_tokens=length, max_tokens=min(most_left, needed))
             there = replace(decision, tier=tier, query=query)
             try:
                 part = await failover.upstream.open(there, asked, exclude=excluded, over_limit=True, elsewhere=False)

@@ -21,7 +21,7 @@ from tiers.spec import UNKNOWN
 
 if TYPE_CHECKING:
     from router.pipeline.registry import ActiveRequest
-    from router.pipeline.request import ParsedRequest
+    from router.pipeline.request import Call
     from router.policy.decision import Decision
     from router.policy.decision_log import DecisionLog
     from router.telemetry.tracing import Telemetry
@@ -46,12 +46,12 @@ class Overflow:
     decisions: DecisionLog | None
     telemetry: Telemetry
 
-    def takes(self, decision: Decision, request: ParsedRequest) -> bool:
+    def takes(self, decision: Decision, call: Call) -> bool:
         """Tell whether a refused request may go to the overflow.
 
         ``Query.takes`` is what a lease asks; there is none here, so precisions are looked at here.
         """
-        options, caller = request.options, request.context.caller
+        options, caller = call.options, call.context.caller
         return (
             bool(self.client.name)
             and decision.refusal in FULL
@@ -61,7 +61,7 @@ class Overflow:
             and not options.require
             and options.only is None
             and (options.precisions is None or UNKNOWN in options.precisions)
-            and request.adapter is None
+            and call.asked.adapter is None
             and not decision.query.over_budget
         )
 

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from router.auth.api_keys import BeyondKey
 from router.pipeline.admission import Grant
 from router.pipeline.charging import visits_of
-from router.pipeline.request import MAX_COUNT, query_of
+from router.pipeline.failover import Continuation
+from router.pipeline.request import MAX_COUNT
 from router.policy.charge import Visit
 from router.policy.decide import decide, within_context
 from router.policy.decision import Refusal, Refused
 from router.telemetry.journey import JOURNEY, Journey
 from router.telemetry.tracing import random_hex
+from router.upstream.engine_stream import EngineStream
 from router.upstream.errors import EngineTooSlow
 from tiers.spec import TierName, in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from classifier import PromptFeatures, TokenCounter
     from router.auth.quota import Quotas
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from router.pipeline.failover import Failover
     from router.pipeline.overflow import Overflow
     from router.pipeline.registry import ActiveRequest, RequestRegistry
-    from router.pipeline.request import ParsedRequest, RequestContext, RoutingOptions
+    from router.pipeline.request import Call, RequestContext
     from router.policy.decision import Decision
     from router.policy.decision_log import DecisionLog
     from router.policy.table import PolicyStore
@@ -81,43 +84,44 @@ class Pipeline:
     answer_observer: AnswerObserver | None
     on_request: Callable[[], None]
 
-    def decide(self, request: ParsedRequest, *, serve: bool = True) -> Decision:
+    def decide(self, call: Call, *, serve: bool = True) -> Decision:
         """Classify a request and decide.
 
         Args:
-            request: The request.
+            call: The request.
             serve: Whether it is to be served; a decision that is only asked for leaves no record.
 
         Raises:
             BeyondKey: The caller's key refuses the hinted tier.
         """
-        _check_hint(request.context, request.options)
+        caller, hint = call.context.caller, call.options.hint
+        if caller.over == "refuse" and hint is not None and caller.tiers is not None and hint not in caller.tiers:
+            raise BeyondKey(
+                call.options.hint_field, hint, ", ".join(in_order(caller.tiers))
+            )  # else the policy lowers it
         self.on_request()
         began = time.monotonic()
-        features = request.prompt.classify(self.counter)
+        features = call.prompt.classify(self.counter)
         classified = time.monotonic()
-        query = query_of(request, features, self.fleet.template, affinity=self.fleet.options.affinity)
+        query = call.query(features, self.fleet.template, affinity=self.fleet.options.affinity)
         fleet, table = self.fleet.snapshot(prefix=query.prefix), self.policy.table
-        if not request.limited:
+        if not call.limited:
             query = within_context(query, fleet)
         decision = decide(query, fleet, table)
         if serve:
-            prompt = request.prompt.text if self.telemetry.wants_prompt else ""
-            journey = Journey(request.context.arrived, began, classified, time.monotonic(), prompt)
-            request.context.journey = journey
+            prompt = call.prompt.text if self.telemetry.wants_prompt else ""
+            journey = Journey(call.context.arrived, began, classified, time.monotonic(), prompt)
+            call.context.journey = journey
             JOURNEY.set(journey)
         if serve and self.prompt_observer is not None:
-            self.prompt_observer.offer(request.prompt.text, features)
+            self.prompt_observer.offer(call.prompt.text, features)
         if serve and self.decisions is not None:
-            self.decisions.decided(
-                request.context.request_id, decision, fleet, table, priority=request.options.priority
-            )
+            self.decisions.decided(call.context.request_id, decision, fleet, table, priority=call.options.priority)
         return decision
 
-    async def serve(
-        self, request: ParsedRequest, decision: Decision, consume: Callable[[ActiveRequest], Awaitable[None]]
-    ) -> None:
-        """Open an answer, let ``consume`` have it, and give back what it took however the request ends.
+    @asynccontextmanager
+    async def serve(self, call: Call, decision: Decision) -> AsyncIterator[ActiveRequest]:
+        """Open an answer, and give back what it took however the request ends.
 
         Raises:
             OverQuota: The caller's quota is used up.
@@ -125,12 +129,12 @@ class Pipeline:
             Refused: No tier serves the request, or no slot was free in time.
             UpstreamError: No engine began an answer.
         """
-        asked = request.engine_request(decision)
-        active = self.registry.begin(request.context, decision, request.options.priority)
-        grant, error = Grant(self.admission, request.context.caller.key_id), None
+        asked = call.asked if call.limited else call.asked.at_most(decision.query.max_tokens)
+        active = self.registry.begin(call.context, decision, call.options.priority)
+        grant, error = Grant(self.admission, call.context.caller.key_id), None
         try:
-            await self._open(active, grant, asked, request)
-            await consume(active)
+            await self._open(active, grant, asked, call)
+            yield active
         except BaseException as caught:
             error = caught
             raise
@@ -141,10 +145,10 @@ class Pipeline:
                 self.registry.end(active, error)
                 error = None  # its trace leads here
 
-    async def _open(self, active: ActiveRequest, grant: Grant, asked: EngineRequest, request: ParsedRequest) -> None:
+    async def _open(self, active: ActiveRequest, grant: Grant, asked: EngineRequest, call: Call) -> None:
         decision, caller, sent_at = active.decision, active.context.caller, time.monotonic()
         final = decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY
-        if final and not self.overflow.takes(decision, request):
+        if final and not self.overflow.takes(decision, call):
             raise Refused(decision)
         tokens = min(decision.query.tokens_in_all, MAX_COUNT)
         grant.quota = await self.quotas.enter(caller, tokens, active.context.limits)
@@ -152,7 +156,7 @@ class Pipeline:
             grant.budget = await self.charging.reserve(active)
             decision = active.decision
         try:
-            active.answer = await self._answer(active, grant, asked, request, sent_at)
+            active.answer = await self._answer(active, grant, asked, call, sent_at)
         except (asyncio.CancelledError, EngineTooSlow):
             grant.used = decision.query.tokens_to_read  # an engine may have computed them
             if grant.slot is not None and grant.slot.decision.tier is not None and caller.key_id:
@@ -160,14 +164,14 @@ class Pipeline:
             raise
 
     async def _answer(
-        self, active: ActiveRequest, grant: Grant, asked: EngineRequest, request: ParsedRequest, sent_at: float
+        self, active: ActiveRequest, grant: Grant, asked: EngineRequest, call: Call, sent_at: float
     ) -> EngineAnswer:
         """Take a slot and open the answer; if there is no slot, open the overflow's, where that may answer."""
         key_id, entered = active.context.caller.key_id, time.monotonic()
         try:
-            grant.slot = await self.admission.enter(active.decision, key_id, request.options.priority)
+            grant.slot = await self.admission.enter(active.decision, key_id, call.options.priority)
         except Refused as refused:
-            if not self.overflow.takes(refused.decision, request):
+            if not self.overflow.takes(refused.decision, call):
                 raise
             active.diverted = self.overflow.divert(entered)
             answer = await self.overflow.open(active, refused.decision, asked, sent_at)
@@ -175,7 +179,11 @@ class Pipeline:
                 raise
             return answer
         active.let_in(grant.slot)
-        return await self.failover.open(grant.slot, asked, sent_at)
+        answer = await self.failover.upstream.open(grant.slot.decision, asked, sent_at, lease=grant.slot.lease)
+        if isinstance(answer, EngineStream) and answer.progress is not None and asked.resumption is not None:
+            rest = Continuation(self.failover, grant.slot.decision, asked, asked.resumption, answer.progress)
+            answer.resume = rest.relay
+        return answer
 
     async def _close(
         self, active: ActiveRequest, grant: Grant, asked: EngineRequest, error: BaseException | None
@@ -204,10 +212,3 @@ class Pipeline:
 def engine_request_id(context: RequestContext) -> str:
     """Return an id that is unique even if callers repeat theirs: an engine mixes up requests with the same id."""
     return f"{context.request_id}-{random_hex(8)}"
-
-
-def _check_hint(context: RequestContext, options: RoutingOptions) -> None:
-    """Raise ``BeyondKey`` for a hint beyond a key that refuses such hints; else the policy lowers it, with its reason."""
-    caller, hint = context.caller, options.hint
-    if caller.over == "refuse" and hint is not None and caller.tiers is not None and hint not in caller.tiers:
-        raise BeyondKey(options.hint_field, hint, ", ".join(in_order(caller.tiers)))

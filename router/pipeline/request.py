@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,10 +12,10 @@ from router.policy.decision import PRIORITIES, Query, Sla
 from tiers.prefix_memory import Part, Prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from classifier import PromptFeatures, TokenCounter
-    from router.policy.decision import Decision, Priority, Sort
+    from router.policy.decision import Priority, Sort
     from router.telemetry.journey import Journey
     from router.upstream.engine_request import EngineRequest
     from tiers.snapshot import TemplateTokens
@@ -102,18 +101,6 @@ class PromptText:
         signals = tuple(f"part that is not text: {kind}" for kind in self.other_parts)
         return replace(features, prompt_class=PromptClass.UNKNOWN, complexity=Complexity.COMPLEX, signals=signals)
 
-    def tokens(self, features: PromptFeatures, template: TemplateTokens) -> int:
-        tokens = features.tokens + self.system_tokens if self.prompt_tokens is None else self.prompt_tokens
-        return tokens + template.conversation(self.messages, system=self.system) if self.messages else tokens
-
-    def prefix(self, features: PromptFeatures, template: TemplateTokens, adapter: str, session: str) -> Prefix | None:
-        """Return the prompt as prefix caches see it; None: it is too short, or there are several."""
-        if not self.parts or self.prompts > 1:
-            return None
-        added = template.conversation(self.messages, system=self.system) if self.messages else 0
-        parts = [part if part.tokens >= 0 else part._replace(tokens=features.tokens) for part in self.parts]
-        return Prefix.of(parts, added=added, salt=f"{adapter}\x1f{self.salt}", session=session)
-
 
 @dataclass(frozen=True, slots=True)
 class RoutingOptions:
@@ -144,60 +131,64 @@ class RoutingOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedRequest(ABC):
+class Call:
     """One request, parsed by its endpoint.
 
     Attributes:
+        asked: What an engine is asked for it.
         max_tokens: The most output tokens of each answer.
         limited: Whether its caller named them; otherwise an answer may be shorter, where the context ends.
         sequences: Answers: prompts times choices.
         undraftable: Its parameters that engines with a draft refuse; empty: none.
-        adapter: The LoRA adapter that it names; None: none.
         truncated: What was cut of its prompt, for people; empty: nothing.
         session: What its caller names its conversation by; empty: nothing.
+        streamed: Whether the answer is to be a stream.
+        report: Whether the answer is to say who served it.
+        resumable: Whether its stream is kept for a while, to be gone on with.
+        cut: Cuts its prompt by a ``Cutter``, where it fits no context; None: its caller has not asked for it.
     """
 
     context: RequestContext
     prompt: PromptText
     options: RoutingOptions
+    asked: EngineRequest
     max_tokens: int
     limited: bool = True
     sequences: int = 1
     undraftable: str = ""
-    adapter: str | None = None
     truncated: str = ""
     session: str = ""
+    streamed: bool = True
+    report: bool = False
+    resumable: bool = False
+    cut: Callable[[Call, Any], Call] | None = None
 
-    @abstractmethod
-    def engine_request(self, decision: Decision) -> EngineRequest:
-        """Return the request to an engine."""
-
-
-def query_of(
-    request: ParsedRequest, features: PromptFeatures, template: TemplateTokens, *, affinity: bool = False
-) -> Query:
-    """Return a request as the policy sees it; with affinity, also as prefix caches see it."""
-    options, prefix = request.options, None
-    if affinity:
-        prefix = request.prompt.prefix(features, template, request.adapter or "", request.session)
-    return Query(
-        features,
-        request.prompt.tokens(features, template),
-        request.max_tokens,
-        hint=options.hint,
-        require=options.require,
-        sla=options.sla,
-        allowed=request.context.caller.tiers,
-        sequences=request.sequences,
-        all_prompt_tokens=min(request.prompt.all_tokens, MAX_COUNT),
-        undraftable=request.undraftable,
-        adapter=request.adapter,
-        precisions=options.precisions,
-        only=options.only,
-        sort=options.sort,
-        truncated=request.truncated,
-        prefix=prefix,
-    )
+    def query(self, features: PromptFeatures, template: TemplateTokens, *, affinity: bool = False) -> Query:
+        """Return it as the policy sees it; with affinity, also as prefix caches see it."""
+        prompt, options, adapter, prefix = self.prompt, self.options, self.asked.adapter, None
+        added = template.conversation(prompt.messages, system=prompt.system) if prompt.messages else 0
+        tokens = features.tokens + prompt.system_tokens if prompt.prompt_tokens is None else prompt.prompt_tokens
+        if affinity and prompt.parts and prompt.prompts == 1:  # too short, or several: nothing to look for
+            parts = [part if part.tokens >= 0 else part._replace(tokens=features.tokens) for part in prompt.parts]
+            prefix = Prefix.of(parts, added=added, salt=f"{adapter or ''}\x1f{prompt.salt}", session=self.session)
+        return Query(
+            features,
+            tokens + added,
+            self.max_tokens,
+            hint=options.hint,
+            require=options.require,
+            sla=options.sla,
+            allowed=self.context.caller.tiers,
+            sequences=self.sequences,
+            all_prompt_tokens=min(prompt.all_tokens, MAX_COUNT),
+            undraftable=self.undraftable,
+            adapter=adapter,
+            precisions=options.precisions,
+            only=options.only,
+            sort=options.sort,
+            truncated=self.truncated,
+            prefix=prefix,
+        )
 
 
 def chat_part(role: object, text: str, tokens: int) -> Part:

@@ -16,18 +16,16 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pydantic_core import to_json
-
 from classifier import PromptClass
 from router.policy.decision import PRIORITIES
 from router.policy.profiles import REFERENCE
 from router.profiling.answer_text import same_answer
 from router.profiling.quality import score
 from router.profiling.scoring import answer_body, read_greedy, read_scored, scoring_body, text_of
+from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import BufferedAnswer
 from router.upstream.errors import UpstreamError
 from router.upstream.json_object import read_json
-from router.upstream.sse import COMPLETION_FORMAT, AnswerFormat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
     from router.telemetry.tracing import Telemetry
     from router.upstream.client import Upstream
     from tiers.fleet import Fleet
-    from tiers.replica import Replica
     from tiers.spec import TierName
 
 CHAT = "/v1/chat/completions"
@@ -58,33 +55,16 @@ class Sample:
     tier: TierName
 
 
-@dataclass(frozen=True, slots=True)
-class CheckRequest:
-    """A request of the evaluation to an engine, with the lowest priority."""
-
-    path: str
-    content: Mapping[str, Any]
-    request_id: str = field(default_factory=lambda: f"check-{secrets.token_hex(8)}")
-    operation: str = "chat"
-    streamed: bool = False
-    wants_usage: bool = False
-    priority: int = PRIORITIES["batch"]
-    resumption: None = None
-    adapter: None = None
-    answers: AnswerFormat = COMPLETION_FORMAT
-
-    @property
-    def parameters(self) -> Mapping[str, float]:
-        return {}
-
-    @property
-    def chat(self) -> None:
-        """Return None: the evaluation is not evaluated."""
-        return
-
-    def body(self, replica: Replica) -> bytes:
-        priority = {"priority": self.priority} if replica.takes_priority else {}
-        return to_json({**self.content, "model": replica.model, **priority})
+def _check_request(document: Mapping[str, Any], path: str = CHAT, operation: str = "chat") -> EngineRequest:
+    """Return a request of the evaluation to an engine, with the lowest priority."""
+    return EngineRequest(
+        document=document,
+        path=path,
+        operation=operation,
+        request_id=f"check-{secrets.token_hex(8)}",
+        streamed=False,
+        priority=PRIORITIES["batch"],
+    )
 
 
 @dataclass(slots=True)
@@ -166,17 +146,17 @@ class ShadowEvaluation:
 
     async def _compare(self, sample: Sample) -> tuple[bool | None, Scores]:
         """Return whether both answers are the same, None if they cannot be compared; and the tier's scores."""
-        scored = CheckRequest(CHAT, answer_body(sample.messages, ANSWER_TOKENS, scored=True))
-        plain = CheckRequest(CHAT, answer_body(sample.messages, ANSWER_TOKENS, scored=False))
+        scored = _check_request(answer_body(sample.messages, ANSWER_TOKENS, scored=True))
+        plain = _check_request(answer_body(sample.messages, ANSWER_TOKENS, scored=False))
         own, theirs = await self._ask(sample, sample.tier, scored), await self._ask(sample, REFERENCE, plain)
         answer = read_greedy(own)
-        scoring = CheckRequest("/v1/completions", scoring_body(answer), operation="text_completion")
+        scoring = _check_request(scoring_body(answer), "/v1/completions", "text_completion")
         reference = read_scored(await self._ask(sample, REFERENCE, scoring), answer)
         numbers = sample.decision.query.features.prompt_class is PromptClass.MATH
         same = await asyncio.to_thread(same_answer, text_of(own), text_of(theirs), numbers=numbers)
         return same, score(answer.ids, answer.own, reference)
 
-    async def _ask(self, sample: Sample, tier: TierName, request: CheckRequest) -> Any:
+    async def _ask(self, sample: Sample, tier: TierName, request: EngineRequest) -> Any:
         query = replace(sample.decision.query, max_tokens=ANSWER_TOKENS, sequences=1)
         there = replace(sample.decision, tier=tier, query=query)
         answer = await self._upstream.open(there, request, elsewhere=False)

@@ -16,8 +16,8 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from router.aio import Signal
-from router.server.client import HttpClient
 from router.server.errors import BodyTooLarge, HeadTooLarge, NotHttp, TooManyConnections, TooSlow
+from router.server.responder import Responder
 
 if TYPE_CHECKING:
     import asyncio
@@ -91,7 +91,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _discarded = 0
     _heard = 0.0  # when a refused client last sent something, by the loop's clock
     _fault: Exception | None = None
-    _client: HttpClient | None = None  # of the request that is answered; ``cycle`` is the last one read
+    _client: Responder | None = None  # of the request that is answered; ``cycle`` is the last one read
     _deadline: asyncio.TimerHandle | None = None  # for what the client must send
     _stalled: asyncio.TimerHandle | None = None  # for what it must read
 
@@ -226,7 +226,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._close()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._client = HttpClient(app, cycle)
+        self._client = Responder(app, cycle)
         super()._start_asgi_task(cycle, self._client)
 
     def _names_one_host(self) -> bool:

@@ -1,13 +1,12 @@
-"""What engines are asked: a prompt as a chat, or the caller's own body with as little change as routing needs."""
+"""What engines are asked: a body of our own, or the caller's with as little change as routing needs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
-from router.telemetry.tracing import TracedRequest
 from router.upstream.json_object import JsonObject, NotJson, as_integer
 from router.upstream.progress import Resumption
 from router.upstream.sse import COMPLETION_FORMAT, AnswerFormat
@@ -79,252 +78,117 @@ _NOT_RESUMABLE = (
 )
 
 
-class EngineRequest(TracedRequest, Protocol):
-    """The request to an engine, without its replica-specific parts."""
-
-    @property
-    def path(self) -> str:
-        """Return the path at the engine."""
-
-    @property
-    def request_id(self) -> str:
-        """Return an id that no two requests share; the engine is given it with the attempt's number."""
-
-    @property
-    def streamed(self) -> bool:
-        """Tell whether the answer comes as events."""
-
-    @property
-    def wants_usage(self) -> bool:
-        """Tell whether an answer without token counts is not complete."""
-
-    @property
-    def priority(self) -> int | None:
-        """Return its priority for vLLM's scheduler, lower first; None where it has none of its own."""
-
-    @property
-    def chat(self) -> Sequence[Any] | None:
-        """Return its messages, where the same could be asked of another tier; None where not."""
-
-    @property
-    def resumption(self) -> Resumption | None:
-        """Return what another engine needs to go on with a broken answer; None where none may."""
-
-    @property
-    def answers(self) -> AnswerFormat:
-        """Return how its answers are read."""
-
-    def body(self, replica: Replica) -> bytes:
-        """Return the request's body for one replica."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """A chat, made from a prompt and perhaps a system prompt, or from messages.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """What an engine is asked, without what depends on the replica.
 
     Attributes:
-        sampling: How tokens are chosen, in the engine's fields; holds for a continuation as well.
-    """
-
-    messages: tuple[Mapping[str, str], ...]
-    max_tokens: int
-    sampling: Mapping[str, Any]
-    priority: int
-    request_id: str
-    path: str = "/v1/chat/completions"
-    operation: str = "chat"
-    adapter: str | None = None
-    streamed: bool = True  # always, so that a stalled engine is noticed
-    wants_usage: bool = True
-    answers: AnswerFormat = COMPLETION_FORMAT
-
-    @property
-    def chat(self) -> Sequence[Mapping[str, str]]:
-        return self.messages
-
-    @property
-    def resumption(self) -> Resumption:
-        """Return what another engine needs to go on with a broken answer."""
-        return Resumption(self.max_tokens, self.sampling, self.priority)
-
-    @property
-    def parameters(self) -> Mapping[str, float]:
-        """Return what is told of the request in traces."""
-        return _numbers_of({"max_tokens": self.max_tokens, **self.sampling})
-
-    def body(self, replica: Replica) -> bytes:
-        return to_json(
-            {
-                "model": replica.serving(self.adapter),
-                "messages": self.messages,
-                "max_tokens": self.max_tokens,
-                **self.sampling,
-                "priority": self.priority if replica.takes_priority else 0,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-                "return_token_ids": True,
-            }
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class RelayRequest:
-    """A request for one of OpenAI's endpoints, passed on with as little change as routing needs.
-
-    Attributes:
-        document: The caller's body.
-        priority: For vLLM's scheduler, lower first; None leaves the caller's own field.
-        wants_usage: The caller asked for the final chunk with token counts.
+        document: The caller's body, passed on with as little change as routing needs; or the members of one of our own.
+        path: At the engine.
+        operation: In the GenAI conventions' words.
+        request_id: No two requests share it; the engine is given it with the attempt's number.
+        streamed: Whether the answer comes as events.
+        priority: For vLLM's scheduler, lower first; None leaves the body's own.
+        wants_usage: Whether an answer without token counts is not complete.
+        counts: Whether to ask for token counts at the end of a stream.
+        chat: Its messages, where the same could be asked of another tier; None where not.
         resumption: What another engine needs to go on with a broken answer; None where none may.
         adapter: The LoRA adapter that answers; None: the model itself.
+        continued_tokens: Of the answer so far, where this goes on with one.
     """
 
-    document: JsonObject
-    path: str
-    operation: str
+    document: JsonObject | Mapping[str, Any]
+    path: str = "/v1/chat/completions"
+    operation: str = "chat"
     request_id: str
-    streamed: bool
-    priority: int | None
-    wants_usage: bool
+    answers: AnswerFormat = COMPLETION_FORMAT
+    streamed: bool = True
+    priority: int | None = None
+    wants_usage: bool = False
+    counts: bool = True
+    chat: Sequence[Any] | None = None
     resumption: Resumption | None = None
     adapter: str | None = None
-    answers: AnswerFormat = COMPLETION_FORMAT
-
-    @property
-    def chat(self) -> Sequence[Any] | None:
-        """Return its messages; None for what is no chat, or one with tools, whose answers are checked by other means."""
-        messages = self.document.get("messages")
-        return messages if isinstance(messages, list) and self.document.get("tools") is None else None
+    continued_tokens: int = 0
 
     @property
     def parameters(self) -> Mapping[str, float]:
         """Return what is told of the request in traces: numbers only, never text."""
-        return _numbers_of(self.document)
+        values = ((name, self.document.get(field)) for field, name in _NUMBERS.items())
+        found = {name: value for name, value in values if isinstance(value, int | float) and abs(value) < 1 << 63}
+        return {**found, "qarr.continued_tokens": self.continued_tokens} if self.continued_tokens else found
+
+    def at_most(self, max_tokens: int) -> EngineRequest:
+        """Return a request of our own for so many output tokens; a caller's body says itself what it wants."""
+        if isinstance(self.document, JsonObject) or self.document["max_tokens"] == max_tokens:
+            return self
+        resumption = None if self.resumption is None else replace(self.resumption, max_tokens=max_tokens)
+        return replace(self, document={**self.document, "max_tokens": max_tokens}, resumption=resumption)
 
     def body(self, replica: Replica) -> bytes:
-        """Return the caller's body with the replica's name for the model; all other values are the caller's bytes."""
-        changes = _relayed(self, replica)
-        if self.streamed and (options := self._stream_options()) is not None:
+        """Return the body for one replica; in a caller's, all values that are not changed are the caller's bytes."""
+        document, model = self.document, self.adapter or replica.model
+        if not isinstance(document, JsonObject):
+            asked = {"model": model, **document}
+            if replica.takes_priority and self.priority is not None:
+                asked["priority"] = self.priority
+            streams = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+            return to_json({**asked, **streams} if self.streamed else asked)
+        changes: dict[str, Any] = {"model": model, "qarr": None, "provider": None}
+        if not replica.takes_priority:
+            changes["priority"] = None
+        elif self.priority is not None:
+            changes["priority"] = self.priority
+        if self.streamed and self.counts and (options := self._stream_options(document)) is not None:
             changes["stream_options"] = options
         if self.resumption is not None:
             changes["return_token_ids"] = True
-        return self.document.edited(changes)
+        return document.edited(changes)
 
-    def _stream_options(self) -> bytes | None:
-        options = self.document.get("stream_options")
+    def _stream_options(self, document: JsonObject) -> bytes | None:
+        options = document.get("stream_options")
         if options is None or options == {"include_usage": True}:
             return b'{"include_usage":true}'
         try:
-            given = JsonObject.parse(self.document.text_of("stream_options").encode("utf-8", "surrogatepass"))
+            given = JsonObject.parse(document.text_of("stream_options").encode("utf-8", "surrogatepass"))
         except NotJson:
             return None
         # Without the final counts vLLM gives none with each chunk either.
-        more = (
-            {}
-            if self.wants_usage or "continuous_usage_stats" not in given.values
-            else {"continuous_usage_stats": False}
-        )
-        return given.edited({"include_usage": True, **more})
+        silent = not self.wants_usage and "continuous_usage_stats" in given.values
+        return given.edited({"include_usage": True, **({"continuous_usage_stats": False} if silent else {})})
 
 
-@dataclass(frozen=True, slots=True)
-class PassedRequest:
-    """A request for an API whose events are passed on as they are; half of such an answer cannot be continued.
+def messages_in(document: JsonObject) -> Sequence[Any] | None:
+    """Return a chat's messages; None for what is no chat, or one with tools, whose answers are checked by other means."""
+    messages = document.get("messages")
+    return messages if isinstance(messages, list) and document.get("tools") is None else None
 
-    Attributes:
-        document: The caller's body.
-        answers: How the API's answers are read.
-        chat: Its messages, where the same could be asked as a chat; None where not.
+
+def continuation(
+    origin: EngineRequest, asked: Resumption, ids: Sequence[int], *, done: int, left: int, number: int
+) -> EngineRequest:
+    """Return what the next engine is asked: complete the ids of the prompt and of the output so far.
+
+    Args:
+        origin: What the first engine was asked.
+        asked: What continuing it needs.
+        ids: Of the prompt, and of the output so far.
+        done: Output tokens so far.
+        left: Output tokens to come at most.
+        number: Of the continuation, from 1.
     """
-
-    document: JsonObject
-    path: str
-    request_id: str
-    answers: AnswerFormat
-    streamed: bool
-    priority: int | None
-    chat: Sequence[Any] | None
-    adapter: str | None = None
-    operation: str = "chat"
-    wants_usage: bool = False
-    resumption: None = None
-
-    @property
-    def parameters(self) -> Mapping[str, float]:
-        """Return what is told of the request in traces: numbers only, never text."""
-        return _numbers_of(self.document)
-
-    def body(self, replica: Replica) -> bytes:
-        """Return the caller's body with the replica's name for the model; all other values are the caller's bytes."""
-        return self.document.edited(_relayed(self, replica))
-
-
-@dataclass(frozen=True, slots=True)
-class ContinuedRequest:
-    """The request to the next engine: complete token ids."""
-
-    origin: EngineRequest
-    asked: Resumption
-    ids: Sequence[int]  # of the prompt and of the output so far
-    done: int  # output tokens so far
-    left: int  # output tokens to come at most
-    number: int  # of the continuation, from 1
-    path: str = "/v1/completions"
-    operation: str = "text_completion"
-    answers: AnswerFormat = COMPLETION_FORMAT
-    streamed: bool = True
-    wants_usage: bool = False
-    chat: None = None
-    resumption: None = None
-
-    @property
-    def adapter(self) -> str | None:
-        return self.origin.adapter
-
-    @property
-    def priority(self) -> int:
-        """Return a priority just above new requests of its class: its caller waits in the middle of an answer."""
-        return self.asked.priority - 1
-
-    @property
-    def request_id(self) -> str:
-        return f"{self.origin.request_id}-c{self.number}"
-
-    @property
-    def parameters(self) -> Mapping[str, float]:
-        return {**self.origin.parameters, "qarr.continued_tokens": self.done}
-
-    def body(self, replica: Replica) -> bytes:
-        sampling = dict(self.asked.sampling)
-        if "min_tokens" in sampling:
-            sampling["min_tokens"] = max(self.asked.min_tokens - self.done, 0)
-        priority = {"priority": self.priority} if replica.takes_priority else {}
-        return to_json(
-            {
-                **sampling,
-                **priority,
-                "model": replica.serving(self.origin.adapter),
-                "prompt": self.ids,
-                "max_tokens": self.left,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-                "return_token_ids": True,
-            }
-        )
-
-
-def _relayed(request: RelayRequest | PassedRequest, replica: Replica) -> dict[str, Any]:
-    changes: dict[str, Any] = {"model": replica.serving(request.adapter), "qarr": None, "provider": None}
-    if not replica.takes_priority:
-        changes["priority"] = None
-    elif request.priority is not None:
-        changes["priority"] = request.priority
-    return changes
-
-
-def _numbers_of(document: JsonObject | Mapping[str, Any]) -> dict[str, float]:
-    values = ((name, document.get(field)) for field, name in _NUMBERS.items())
-    return {name: value for name, value in values if isinstance(value, int | float) and abs(value) < 1 << 63}
+    sampling = dict(asked.sampling)
+    if "min_tokens" in sampling:
+        sampling["min_tokens"] = max(asked.min_tokens - done, 0)
+    return EngineRequest(
+        document={**sampling, "prompt": ids, "max_tokens": left},
+        path="/v1/completions",
+        operation="text_completion",
+        request_id=f"{origin.request_id}-c{number}",
+        priority=asked.priority - 1,  # above new requests of its class: its caller waits in the middle of an answer
+        adapter=origin.adapter,
+        continued_tokens=done,
+    )
 
 
 def resumption_of(document: JsonObject, priority: int, *, choices: int, chat: bool) -> Resumption | None:
@@ -338,11 +202,17 @@ def resumption_of(document: JsonObject, priority: int, *, choices: int, chat: bo
     messages = document.get("messages")
     if isinstance(messages, list) and not all(map(_is_text, messages)):
         return None
-    limit = (as_integer(document.get("max_completion_tokens")) if chat else None) or as_integer(
-        document.get("max_tokens", None if chat else DEFAULT_COMPLETION)
-    )
+    limit = token_limit(document, chat=chat)
+    if limit is None and not chat and "max_tokens" not in document.values:
+        limit = DEFAULT_COMPLETION
     values = ((name, document.get(name)) for name in _SAMPLING)
     return Resumption(limit, {name: value for name, value in values if value is not None}, priority)
+
+
+def token_limit(document: JsonObject, *, chat: bool) -> int | None:
+    """Return the output tokens that a body allows; None: it names no limit that the engine would take."""
+    named = as_integer(document.get("max_completion_tokens")) if chat else None
+    return as_integer(document.get("max_tokens")) if named is None else named
 
 
 def _is_text(message: Any) -> bool:

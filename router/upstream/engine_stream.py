@@ -128,7 +128,7 @@ class EngineAnswer(ABC):
         self.parts: list[EngineStream] = []
         self.complete = False
         self.output_tokens = 0
-        self._attempt: Attempt = attempt
+        self._attempt, self._body = attempt, cast("Body", attempt.response.stream)
         self._first_at = self._last_at = 0.0
         self._closed = False
 
@@ -185,7 +185,7 @@ class EngineAnswer(ABC):
             "qarr.tpot_ms": tpot_ms,
         }
         end_span(self._attempt.span, error, {name: value for name, value in known.items() if value is not None})
-        await self._attempt.response.stream.aclose()
+        await self._body.aclose()
 
     def _note_usage(self, usage: Mapping[str, Any]) -> None:
         """Take the engine's counts in the place of those of its chunks."""
@@ -214,7 +214,6 @@ class EngineStream(EngineAnswer):
         self._held: list[Chunk] = []  # nobody has taken them yet
         self._out: Feed | None = None
         self._failures: list[Exception] = []  # of who takes them
-        self._body = cast("Body", attempt.response.stream)
 
     async def begin(self) -> None:
         """Read up to the first chunk that shows something."""
@@ -258,13 +257,17 @@ class EngineStream(EngineAnswer):
         Raises:
             EngineBroke: The engine failed, or no token came in time. What came before was passed on.
         """
-        parser, self._out = self._parser, feed
+        parser = self._parser
         if self._held:
             held, self._held = self._held, []
             if not feed(held):
                 return False
         if not parser.ended:
-            await self._read()
+            self._out = feed
+            try:
+                await self._read()
+            finally:
+                self._out = None  # it leads back here
         if self._failures:
             raise self._failures.pop()
         parser.check()
@@ -300,7 +303,7 @@ class EngineStream(EngineAnswer):
             self.finish_reason = chunk.finish_reason or self.finish_reason
         if tokens and not self.usage:
             self.output_tokens += tokens
-        if self._out is None:  # it has not begun
+        if self._out is None:  # nobody takes it yet
             self._held += chunks
             return not (parser.ended or any(chunk.visible for chunk in chunks))
         if not chunks:

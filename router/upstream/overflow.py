@@ -19,7 +19,6 @@ from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from router.upstream.client import status_error, translate
-from router.upstream.engine_request import ChatRequest, RelayRequest
 from router.upstream.engine_stream import (
     Attempt,
     BufferedAnswer,
@@ -29,6 +28,7 @@ from router.upstream.engine_stream import (
     end_span,
 )
 from router.upstream.errors import EngineRefused, NoSlot, UpstreamError, without_trace
+from router.upstream.json_object import JsonObject
 from router.upstream.sse import COMPLETION_FORMAT
 from router.upstream.transport import EngineTransport
 from tiers.breaker import Breaker, BreakerOptions
@@ -113,20 +113,20 @@ def body_for(request: EngineRequest, model: str) -> bytes | None:
     """Return the body of a request to a foreign server, by its name for the model; None where it cannot be asked there."""
     if request.adapter is not None:
         return None
-    if isinstance(request, ChatRequest):
-        if (sampling := _portable(request.sampling, _CHAT)) is None:
+    document = request.document
+    if not isinstance(document, JsonObject):
+        if (kept := _portable(document, _CHAT)) is None:
             return None
-        whole = {"model": model, "messages": request.messages, "max_tokens": request.max_tokens, **sampling}
-        return to_json({**whole, "stream": True, "stream_options": {"include_usage": True}})
-    if not isinstance(request, RelayRequest):
+        return to_json({"model": model, **kept, "stream": True, "stream_options": {"include_usage": True}})
+    if not request.counts:  # of an API that few servers have
         return None
-    values, known = request.document.values, _CHAT if request.operation == "chat" else _COMPLETION
+    values, known = document.values, _CHAT if request.operation == "chat" else _COMPLETION
     kept = _portable(values, known)
     if kept is None or not _is_text(values.get("prompt")) or not _plain_options(values.get("stream_options")):
         return None
     changes: dict[str, Any] = {name: None for name in values if name not in kept}
     changes |= {"model": model, "stream_options": {"include_usage": True} if request.streamed else None}
-    return request.document.edited(changes)
+    return document.edited(changes)
 
 
 def _portable(values: Mapping[str, Any], known: set[str]) -> dict[str, Any] | None:

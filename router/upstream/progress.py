@@ -151,7 +151,9 @@ class Resumption:
     @property
     def held_back(self) -> int:
         """Return the characters that an engine keeps back, as they may begin a stop string."""
-        return 0 if self.includes_stop else max(map(len, self.stops), default=1) - 1
+        if not self.sampling.get("stop") or self.includes_stop:
+            return 0
+        return max(map(len, self.stops), default=1) - 1
 
     @property
     def min_tokens(self) -> int:

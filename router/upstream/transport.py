@@ -239,7 +239,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
 
-    def data_received(self, data: bytes) -> None:
+    def data_received(self, data: bytes) -> None:  # noqa: C901  once a token: calls would cost more than this
         if self._parser is None:  # nothing was asked: whatever this is, the next answer would not be the next request's
             self.close()
             return
@@ -470,12 +470,8 @@ class EngineTransport(httpx.AsyncBaseTransport):
             kept = connection = self._take_idle(origin)
             while True:
                 connection = connection or await self._connect(origin, times.get("connect"))
-                self._active.add(connection)
-                if self._closed:
-                    raise httpx.ReadError("the transport was closed")
                 try:
-                    connection.send(message, head_only=head_only, limit_s=times.get("read"))
-                    await connection.head()
+                    await self._ask(connection, message, times.get("read"), head_only=head_only)
                 except (httpx.ReadError, httpx.RemoteProtocolError):
                     if connection is not kept or kept.heard or self._closed:
                         raise
@@ -491,6 +487,13 @@ class EngineTransport(httpx.AsyncBaseTransport):
             if slots is not None:
                 slots.release()
             raise
+
+    async def _ask(self, connection: Connection, message: bytes, limit_s: float | None, *, head_only: bool) -> None:
+        self._active.add(connection)
+        if self._closed:
+            raise httpx.ReadError("the transport was closed")
+        connection.send(message, head_only=head_only, limit_s=limit_s)
+        await connection.head()
 
     async def aclose(self) -> None:
         self._closed = True

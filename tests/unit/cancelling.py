@@ -14,13 +14,15 @@ from collections.abc import Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
-from router.api.generate import Generate
+from router.aio import Signal
+from router.api.endpoint import Answering
 from router.auth.api_keys import add_key
-from router.server.client import CLIENT
+from router.server.responder import OUT, Responder
 from router.upstream.client import PASSED_AT_ONCE
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.router_stack import Stack, router_stack
@@ -43,15 +45,31 @@ OCCUPIED_S = 0.03  # until a place frees for those that queue
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 
 
+class Taken(Responder):
+    """An answer that is taken a moment later, part by part; after the last one, the client has not left before it."""
+
+    def __init__(self) -> None:
+        cycle: Any = SimpleNamespace(disconnected=False, message_event=Signal())
+        super().__init__(None, cycle)  # type: ignore[arg-type]
+
+    async def send(self, message: Any) -> None:
+        await asyncio.sleep(0)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.cancel_on_disconnect(None)
+
+    def feed(self, _events: Any) -> bool:
+        return True
+
+
 @dataclass(slots=True)
 class Cut:
-    """Ends a request at one of its awaits, and is its client, as the server tells of it.
+    """Ends a request at one of its awaits.
 
     Attributes:
         at: Number of the await, from 1.
         awaits: So far.
         request: The request's own task.
-        disconnected: Whether the client has left.
+        out: The client, as the server tells of it.
         gone: Tells who waits for a message of the client that it has.
     """
 
@@ -59,9 +77,8 @@ class Cut:
     way: Way
     awaits: int = 0
     request: asyncio.Task[None] | None = None
-    disconnected: bool = False
+    out: Responder = field(default_factory=Taken)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
-    _told: asyncio.Task[Any] | None = None
 
     @property
     def fired(self) -> bool:
@@ -83,22 +100,8 @@ class Cut:
             self._leave()
 
     def _leave(self) -> None:
-        self.disconnected = True
+        self.out.leave()
         self.gone.set()
-        if self._told is not None:
-            self._told.cancel()
-
-    def cancel_on_disconnect(self, task: asyncio.Task[Any] | None) -> None:
-        self._told = task
-
-    def write(self, _data: bytes) -> bool:
-        return True
-
-    async def send(self, message: Message) -> None:
-        """Take a part of the answer a moment later; after the last one, the client has not left before it."""
-        await asyncio.sleep(0)
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self._told = None
 
 
 _CUT: ContextVar[Cut | None] = ContextVar("cut", default=None)
@@ -221,7 +224,7 @@ class CutRouter:
     engines: dict[TierName | str, Behaviour]
     spans: OpenSpans
     key: str
-    _generate: Generate
+    _generate: Answering
     _usual: Counter[str] = field(default_factory=Counter)
 
     async def cut_off(self, scenario: Scenario, way: Way, at: int) -> tuple[bool, list[str]]:
@@ -262,9 +265,9 @@ class CutRouter:
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
             "path": scenario.path, "raw_path": scenario.path.encode(), "query_string": b"", "root_path": "",
             "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-            "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), CLIENT: cut,
+            "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), OUT: cut.out,
         }  # fmt: skip
-        await self.stack.app(scope, receive, cut.send)
+        await self.stack.app(scope, receive, cut.out.send)
 
     async def left(self, patience_s: float = PATIENCE_S) -> dict[str, int]:
         """Return what is still held, once nothing is or a while has passed."""
@@ -274,7 +277,7 @@ class CutRouter:
         return held
 
     def held(self) -> dict[str, int]:
-        pipeline, replicas = self._generate.pipeline, self.stack.fleet.replicas
+        pipeline, replicas = self._generate.service.pipeline, self.stack.fleet.replicas
         quotas, upstream = pipeline.quotas, pipeline.failover.upstream
         transports = (upstream._transport, upstream._passing_transport)
         tasks = _tasks() - self._usual
@@ -289,7 +292,7 @@ class CutRouter:
             "slots in the ledger": sum(len(counts.slots) for counts in quotas._local._keys.values()),
             "connections": sum(transport.active for transport in transports),
             "small requests": sum(PASSED_AT_ONCE - places._value for places in upstream._passing.values()),
-            "kept streams": len(self._generate.streams._streams),
+            "kept streams": len(self._generate.service.streams._streams),
             "spans": self.spans.open,
             "requests at engines": sum(b.running + b.held for b in self.engines.values()),
         }
@@ -369,12 +372,12 @@ async def cut_router(folder: Path, redis_url: str = "") -> AsyncIterator[CutRout
             loop.set_task_factory(None)
 
 
-def _endpoint(app: ASGIApp) -> Generate:
+def _endpoint(app: ASGIApp) -> Answering:
     seen: list[Any] = [app]
     for layer in seen:
         if hasattr(layer, "routes"):
             found = next(r.endpoint for r in layer.routes if r.path == "/generate")
-            assert isinstance(found, Generate)
+            assert isinstance(found, Answering)
             return found
         inner = [cell.cell_contents for cell in getattr(layer, "__closure__", None) or ()]
         seen += [each for each in (*inner, getattr(layer, "_app", None)) if callable(each)]

@@ -18,8 +18,9 @@ from router.policy.table import PolicyStore
 from router.settings import load_settings
 from router.telemetry.tracing import Telemetry
 from router.upstream.client import Upstream
-from router.upstream.engine_request import ChatRequest
+from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import EngineStream
+from router.upstream.progress import Resumption
 from router.upstream.transport import EngineTransport
 from tests.fakes.engine import Behaviour, FakeEngine
 from tiers.fleet import Fleet
@@ -37,7 +38,14 @@ if TYPE_CHECKING:
 
 LIMIT = 4  # slots of each replica
 QUERY = Query(PromptFeatures(2, 1, 1, True, False, False, None, PromptClass.CHAT, 0.9, ()), 20, 100)
-HI = ChatRequest(({"role": "user", "content": "hi"},), 100, {"temperature": 0.0}, 0, "r1")
+HI = EngineRequest(
+    document={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 100, "temperature": 0.0},
+    request_id="r1",
+    priority=0,
+    wants_usage=True,
+    chat=[{"role": "user", "content": "hi"}],
+    resumption=Resumption(100, {"temperature": 0.0}, 0),
+)
 
 
 @dataclass(slots=True)

@@ -8,21 +8,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from router.api.asgi import (
-    CLIENT,
     CONTEXT,
     HOLD,
-    TRACKER,
+    OUT,
     BodyTooLarge,
     ClientGone,
     body_message,
     cancel_on_disconnect,
     context_of,
-    forget,
     no_body,
     read_body,
     start_message,
 )
-from router.lifecycle import ResponseTracker, ServerState
 from router.pipeline.request import RequestContext
 
 if TYPE_CHECKING:
@@ -36,11 +33,6 @@ def scope_with(**headers: str) -> Scope:
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope: Scope = {"type": "http", "method": "POST", "path": "/generate", "headers": raw}
     scope[CONTEXT] = RequestContext("request", "trace", sent=dict(raw))
-
-    async def taken(_message: Message) -> None:
-        pass
-
-    scope[TRACKER] = ResponseTracker(taken, taken, ServerState())
     return scope
 
 
@@ -97,17 +89,14 @@ class LeavingClient:
 
 async def test_a_task_is_cancelled_when_its_client_leaves() -> None:
     scope, client = scope_with(), LeavingClient()
-    scope[CLIENT] = client
+    scope[OUT] = client
     cancel_on_disconnect(scope)
     assert client.task is asyncio.current_task()
-    forget(scope)
-    assert client.task is None
-    assert CLIENT not in scope
 
 
 async def test_nothing_is_begun_for_a_client_that_has_left() -> None:
     scope = scope_with()
-    scope[CLIENT] = LeavingClient(disconnected=True)
+    scope[OUT] = LeavingClient(disconnected=True)
     with pytest.raises(ClientGone):
         cancel_on_disconnect(scope)
 

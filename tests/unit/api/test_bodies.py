@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from router.api.bodies import STANDARD_RULES, InvalidBody, Rules, render_fleet
-from router.api.generate_body import parse_generate
+from router.api.bodies import STANDARD_RULES, InvalidBody, Rules, parsed, render_fleet
+from router.api.generate import GenerateBody, allowed_values
 from router.pipeline.request import RoutingOptions
 from router.policy.decision import Sla
 from router.settings import LimitSettings
@@ -164,9 +164,9 @@ def test_options_are_what_the_body_says() -> None:
         "tier_policy": "require",
         "sla": {"ttft_ms": 1, "tpot_ms": 2.5, "max_quality_loss": 0, "confidence": 0.5},
     }
-    options = parse_generate(json.dumps(body).encode(), STANDARD_RULES).options(-1, "tier")
+    options = parsed(GenerateBody, json.dumps(body).encode(), allowed_values, STANDARD_RULES).options(-1, "tier")
     assert options == RoutingOptions(TierName.BALANCED, "tier", True, Sla(1, 2.5, 0, 0.5), -1)
-    plain = parse_generate(b'{"prompt": "hi"}', STANDARD_RULES).options(0, "tier")
+    plain = parsed(GenerateBody, b'{"prompt": "hi"}', allowed_values, STANDARD_RULES).options(0, "tier")
     assert plain == RoutingOptions(None, "tier", False, Sla(), 0)
 
 
@@ -187,10 +187,10 @@ def test_words_and_characters_are_bounded(text: str, right: bool) -> None:  # no
     for field in ("prompt", "system_prompt"):
         body = json.dumps({"prompt": "hi", field: text}).encode()
         if right:
-            parse_generate(body, rules)
+            parsed(GenerateBody, body, allowed_values, rules)
             continue
         with pytest.raises(InvalidBody) as error:
-            parse_generate(body, rules)
+            parsed(GenerateBody, body, allowed_values, rules)
         assert [problem.field for problem in error.value.problems] == [field]
 
 
@@ -198,15 +198,15 @@ def test_words_and_characters_are_bounded(text: str, right: bool) -> None:  # no
 def test_only_streams_can_be_resumed(stream: str, right: bool) -> None:  # noqa: FBT001
     body = f'{{"prompt": "hi", "stream": {stream}, "resumable": true}}'.encode()
     if right:
-        assert parse_generate(body, STANDARD_RULES).resumable
+        assert parsed(GenerateBody, body, allowed_values, STANDARD_RULES).resumable
     else:
         with pytest.raises(InvalidBody, match="resumable: is true, and stream is false"):
-            parse_generate(body, STANDARD_RULES)
+            parsed(GenerateBody, body, allowed_values, STANDARD_RULES)
 
 
 def test_a_field_that_is_not_known_is_told_its_neighbours() -> None:
     with pytest.raises(InvalidBody) as error:
-        parse_generate(b'{"prompt": "hi", "sla": {"ttft": 1}, "temprature": 1}', STANDARD_RULES)
+        parsed(GenerateBody, b'{"prompt": "hi", "sla": {"ttft": 1}, "temprature": 1}', allowed_values, STANDARD_RULES)
     allowed = {problem.field: problem.allowed for problem in error.value.problems}
     assert allowed["sla.ttft"] == "ttft_ms, tpot_ms, max_quality_loss, confidence"
     assert "temperature" in allowed["temprature"]

@@ -21,11 +21,11 @@ from router.pipeline.failover import Failover
 from router.pipeline.overflow import Overflow
 from router.pipeline.pipeline import Pipeline
 from router.pipeline.registry import RequestRegistry
-from router.pipeline.request import MAX_COUNT, ParsedRequest, PromptText, RequestContext, RoutingOptions
+from router.pipeline.request import MAX_COUNT, Call, PromptText, RequestContext, RoutingOptions
 from router.policy.decision import Refusal, Refused
 from router.policy.decision_log import DecisionLog, read_log
 from router.telemetry.record import Outcome
-from router.upstream.engine_request import RelayRequest
+from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import EngineStream
 from router.upstream.errors import EngineTooSlow
 from router.upstream.json_object import JsonObject
@@ -41,33 +41,20 @@ if TYPE_CHECKING:
     from classifier import PromptFeatures
     from router.pipeline.registry import ActiveRequest
     from router.policy.decision import Decision
-    from router.upstream.engine_request import EngineRequest
     from tests.unit.upstream_stack import UpstreamStack
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS
-PATH = "/v1/chat/completions"
 TOKENS = 10_000  # a minute, of the key with a quota
 LIMITED = Caller("k1", "one", quota=Quota(tokens_per_minute=TOKENS, concurrent_requests=2))
 READ = 4  # tokens of the prompt, by the estimate
-WHOLE = RelayRequest(JsonObject.parse(b'{"messages":[]}'), PATH, "chat", "w", False, None, wants_usage=False)
+WHOLE = EngineRequest(document=JsonObject.parse(b'{"messages":[]}'), request_id="w", streamed=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked(ParsedRequest):
-    """A request for 100 tokens, as an endpoint would have parsed it."""
-
-    options: RoutingOptions = field(default_factory=lambda: RoutingOptions(FAST, "tier"))
-    prompt: PromptText = field(default_factory=lambda: PromptText("hi", READ))
-    max_tokens: int = 100
-    asked: EngineRequest = HI
-
-    def engine_request(self, _decision: Decision) -> EngineRequest:
-        return self.asked
-
-
-def asked(caller: Caller = LIMITED, **fields: Any) -> Asked:
-    return Asked(context=RequestContext("r1", "t1", caller, "/generate"), **fields)
+def asked(caller: Caller = LIMITED, **fields: Any) -> Call:
+    """Return a request for 100 tokens, as an endpoint would have parsed it."""
+    values = {"options": RoutingOptions(FAST, "tier"), "prompt": PromptText("hi", READ), "asked": HI, "max_tokens": 100}
+    return Call(context=RequestContext("r1", "t1", caller, "/generate"), **{**values, **fields})
 
 
 @dataclass
@@ -107,32 +94,12 @@ class Line:
     noted: Noted
 
     @asynccontextmanager
-    async def serving(self, request: Asked) -> AsyncIterator[ActiveRequest]:
+    async def serving(self, request: Call) -> AsyncIterator[ActiveRequest]:
         """Decide on a request, and serve it."""
-        loop = asyncio.get_running_loop()
-        opened: asyncio.Future[ActiveRequest] = loop.create_future()
-        consumed: asyncio.Future[None] = loop.create_future()
+        async with self.pipeline.serve(request, self.pipeline.decide(request)) as active:
+            yield active
 
-        async def consume(active: ActiveRequest) -> None:
-            opened.set_result(active)
-            await consumed
-
-        decision = self.pipeline.decide(request)
-        task = asyncio.create_task(self.pipeline.serve(request, decision, consume))
-        try:
-            await asyncio.wait({task, opened}, return_when=asyncio.FIRST_COMPLETED)
-            yield opened.result() if opened.done() else await task  # type: ignore[misc]
-            consumed.set_result(None)
-        except BaseException as error:
-            if opened.done() and not consumed.done():
-                consumed.set_exception(error)
-            else:
-                task.cancel()
-            await asyncio.gather(task, return_exceptions=True)  # or its error would be told in a later test
-            raise
-        await task
-
-    async def served(self, request: Asked) -> str:
+    async def served(self, request: Call) -> str:
         async with self.serving(request) as active:
             assert isinstance(active.answer, EngineStream)
             return await text_of(active.answer)

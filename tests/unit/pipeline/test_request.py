@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -12,43 +11,31 @@ from router.auth.api_keys import ANONYMOUS, BeyondKey, Caller
 from router.pipeline.request import (
     LONGEST_SESSION,
     MAX_COUNT,
+    Call,
     PromptText,
     RequestContext,
     RoutingOptions,
     chat_part,
     class_priority,
     priority_within,
-    query_of,
     session_of,
 )
 from router.policy.decision import PRIORITIES, Sla
+from router.upstream.engine_request import EngineRequest
 from tiers.snapshot import TemplateTokens
 from tiers.spec import TierName
-
-if TYPE_CHECKING:
-    from router.policy.decision import Decision
 
 TEMPLATE = TemplateTokens(alone=20, with_system=30, further_pair=11)
 COUNTER = EstimatingCounter()
 INTERACTIVE, STANDARD, BATCH = (PRIORITIES[name] for name in ("interactive", "standard", "batch"))
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A parsed request of these tests."""
-
-    context: RequestContext
-    prompt: PromptText
-    options: RoutingOptions = field(default_factory=RoutingOptions)
-    max_tokens: int = 100
-    sequences: int = 1
-    undraftable: str = ""
-    truncated: str = ""
-    adapter: str | None = None
-    session: str = ""
-
-    def engine_request(self, decision: Decision) -> Any:
-        raise NotImplementedError
+def asked_for(prompt: PromptText, caller: Caller = ANONYMOUS, adapter: str | None = None, **values: Any) -> Call:
+    """Return a call for at most 100 tokens, if it says no other number."""
+    document = {"messages": [], "max_tokens": 100}
+    engine = EngineRequest(document=document, request_id="r", adapter=adapter)
+    given = {"options": RoutingOptions(), "max_tokens": 100, **values}
+    return Call(context=RequestContext("r", "t", caller), prompt=prompt, asked=engine, **given)
 
 
 def test_a_prompt_without_a_count_has_the_classifiers() -> None:
@@ -56,7 +43,7 @@ def test_a_prompt_without_a_count_has_the_classifiers() -> None:
     text = PromptText("why is the sky blue?", messages=1)
     features = text.classify(COUNTER)
     assert features.tokens == COUNTER.count(text.text)
-    assert text.tokens(features, TEMPLATE) == features.tokens + 20
+    assert asked_for(text).query(features, TEMPLATE).prompt_tokens == features.tokens + 20
 
 
 @pytest.mark.parametrize(
@@ -65,7 +52,7 @@ def test_a_prompt_without_a_count_has_the_classifiers() -> None:
 def test_the_template_is_counted_by_messages(messages: int, *, system: bool, added: int) -> None:
     """A completion has no template; each further pair of messages adds its own tokens."""
     text = PromptText("go on", 50, messages=messages, system=system)
-    assert text.tokens(text.classify(COUNTER), TEMPLATE) == 50 + added
+    assert asked_for(text).query(text.classify(COUNTER), TEMPLATE).prompt_tokens == 50 + added
 
 
 def test_parts_that_are_not_text_make_the_class_unknown() -> None:
@@ -78,8 +65,8 @@ def test_parts_that_are_not_text_make_the_class_unknown() -> None:
 def test_a_query_has_the_options_and_the_callers_tiers() -> None:
     caller = Caller("k1", "one", tiers=frozenset({TierName.FAST, TierName.BALANCED}))
     options = RoutingOptions(TierName.FAST, "tier", require=True, sla=Sla(ttft_ms=300))
-    asked = Asked(RequestContext("r", "t", caller), PromptText("hi", 7, all_tokens=21), options, 40, sequences=3)
-    query = query_of(asked, asked.prompt.classify(COUNTER), TEMPLATE)
+    asked = asked_for(PromptText("hi", 7, all_tokens=21), caller, options=options, max_tokens=40, sequences=3)
+    query = asked.query(asked.prompt.classify(COUNTER), TEMPLATE)
     assert (query.hint, query.require, query.sla.ttft_ms) == (TierName.FAST, True, 300)
     assert query.allowed == caller.tiers
     assert (query.prompt_tokens, query.tokens_to_read, query.tokens_in_all) == (7, 21, 21 + 3 * 40)
@@ -89,17 +76,17 @@ def test_a_query_has_its_prefix_where_affinity_is_on() -> None:
     """The part without a count has the classifier's, the template's tokens are added, and adapters are kept apart."""
     text = "Why is the sky blue, and the grass green? " * 20
     prompt = PromptText(text, messages=1, parts=(chat_part("user", text, -1),))
-    asked = Asked(RequestContext("r", "t"), prompt, session="one")
+    asked = asked_for(prompt, session="one")
     features = prompt.classify(COUNTER)
-    assert query_of(asked, features, TEMPLATE).prefix is None
-    query = query_of(asked, features, TEMPLATE, affinity=True)
+    assert asked.query(features, TEMPLATE).prefix is None
+    query = asked.query(features, TEMPLATE, affinity=True)
     assert query.prefix is not None
     assert query.prefix.session == "one"
     assert query.prefix.ends[-1][1] == query.prompt_tokens
-    other = query_of(replace(asked, adapter="mine"), features, TEMPLATE, affinity=True)
+    other = asked_for(prompt, adapter="mine", session="one").query(features, TEMPLATE, affinity=True)
     assert other.prefix is not None
     assert other.prefix.blocks[0] != query.prefix.blocks[0]
-    assert query_of(replace(asked, prompt=PromptText(text)), features, TEMPLATE, affinity=True).prefix is None
+    assert asked_for(PromptText(text)).query(features, TEMPLATE, affinity=True).prefix is None
 
 
 def test_a_session_has_the_first_name_that_it_is_given() -> None:
@@ -116,8 +103,8 @@ def test_a_session_has_the_first_name_that_it_is_given() -> None:
 
 def test_counts_are_bounded() -> None:
     """However many tokens a caller claims, counters stay whole numbers that every store can hold."""
-    asked = Asked(RequestContext("r", "t"), PromptText("hi", 7, all_tokens=1 << 80))
-    assert query_of(asked, asked.prompt.classify(COUNTER), TEMPLATE).all_prompt_tokens == MAX_COUNT
+    asked = asked_for(PromptText("hi", 7, all_tokens=1 << 80))
+    assert asked.query(asked.prompt.classify(COUNTER), TEMPLATE).all_prompt_tokens == MAX_COUNT
 
 
 @pytest.mark.parametrize(

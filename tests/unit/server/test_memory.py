@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from router.api.bodies import STANDARD_RULES
-from router.api.generate_body import parse_generate
+from router.api.bodies import STANDARD_RULES, parsed
+from router.api.generate import GenerateBody, allowed_values
 from router.settings import PROJECT
 from tests.fakes.engine import Behaviour
 from tests.unit.router_stack import Stack, router_stack
@@ -42,7 +42,7 @@ def run(script: str) -> list[int]:
 
 def test_what_is_asked_and_answered_does_not_stay_in_the_parser() -> None:
     body = b'{"prompt": "a short one", "system_prompt": "be brief"}'
-    one, other = (parse_generate(body, STANDARD_RULES) for _ in range(2))
+    one, other = (parsed(GenerateBody, body, allowed_values, STANDARD_RULES) for _ in range(2))
     assert one.prompt == other.prompt
     assert one.prompt is not other.prompt, "the parser kept the prompt"
     assert one.system_prompt is not other.system_prompt

@@ -10,7 +10,7 @@ import pytest
 
 from router.api.problems import describe
 from router.upstream.client import LARGE_BYTES, PASSED_AT_ONCE, RetryBudget, no_answer, status_error
-from router.upstream.engine_request import RelayRequest
+from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import BufferedAnswer, EngineStream
 from router.upstream.errors import (
     EngineFailed,
@@ -30,14 +30,10 @@ pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 ANSWER = "The capital of France is Paris."
 CHATS, TOKENIZE = "/v1/chat/completions", "/tokenize"
-WHOLE = RelayRequest(
-    JsonObject.parse(b'{"messages":[{"role":"user","content":"hi"}],"max_tokens":9}'),
-    path=CHATS,
-    operation="chat",
+WHOLE = EngineRequest(
+    document=JsonObject.parse(b'{"messages":[{"role":"user","content":"hi"}],"max_tokens":9}'),
     request_id="w1",
     streamed=False,
-    priority=None,
-    wants_usage=False,
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.upstream.engine_request import ChatRequest, RelayRequest, resumption_of
+from router.upstream.engine_request import EngineRequest, resumption_of
 from router.upstream.json_object import JsonObject
 from router.upstream.progress import Resumption
 from tiers.replica import Replica
@@ -22,10 +22,9 @@ def replica(tier: TierName = TierName.FAST, **values: Any) -> Replica:
     return Replica("r-0", TierSpec(tier, 2048, 16, 16), "http://127.0.0.1:1", "", "engines-own-name", **values)
 
 
-def relay(body: bytes | dict[str, Any], **values: Any) -> RelayRequest:
+def relay(body: bytes | dict[str, Any], **values: Any) -> EngineRequest:
     document = JsonObject.parse(body if isinstance(body, bytes) else json.dumps(body).encode())
-    asked: dict[str, Any] = {"path": "/v1/chat/completions", "operation": "chat", "request_id": "r", "streamed": False}
-    return RelayRequest(document=document, **{**asked, "priority": None, "wants_usage": False, **values})
+    return EngineRequest(document=document, request_id="r", **{"streamed": False, **values})
 
 
 def test_all_but_the_model_are_the_callers_own_bytes() -> None:
@@ -106,8 +105,12 @@ def test_what_continues_an_answer_is_how_its_tokens_were_chosen() -> None:
 
 def test_a_prompt_is_always_streamed_from_its_engine() -> None:
     """So a stalled engine is noticed, and the answer can go on elsewhere."""
-    asked = ChatRequest(({"role": "user", "content": "hi"},), 9, {"temperature": 0.5}, -1, "r")
+    document = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "temperature": 0.5}
+    asked = EngineRequest(document=document, request_id="r", priority=-1, resumption=Resumption(9, {}, -1))
     sent = json.loads(asked.body(replica(takes_priority=False)))
     assert (sent["stream"], sent["return_token_ids"], sent["stream_options"]) == (True, True, {"include_usage": True})
-    assert sent["priority"] == 0, "what an engine without priorities takes"
-    assert asked.resumption == Resumption(9, {"temperature": 0.5}, -1)
+    assert "priority" not in sent, "an engine without priorities would refuse it"
+    assert json.loads(asked.body(replica()))["priority"] == -1
+    fewer = asked.at_most(5)
+    assert (json.loads(fewer.body(replica()))["max_tokens"], fewer.resumption) == (5, Resumption(5, {}, -1))
+    assert relay(CHAT).at_most(5) == relay(CHAT), "a caller's body says itself what it wants"

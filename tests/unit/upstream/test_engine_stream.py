@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pydantic_core import to_json
 
 from router.telemetry.tracing import Telemetry
-from router.upstream.engine_request import RelayRequest
+from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import BufferedAnswer, EngineStream, continued_on
 from router.upstream.errors import EngineBroke, EngineRefused, EngineStalled, NoEngineAnswered
 from router.upstream.json_object import JsonObject
@@ -33,9 +33,9 @@ ANSWER = "The capital of France is Paris."
 PLAIN = b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
 
 
-def relay(*, streamed: bool = False) -> RelayRequest:
+def relay(*, streamed: bool = False) -> EngineRequest:
     document = JsonObject.parse(to_json({"messages": [], "max_tokens": 9, "stream": streamed}))
-    return RelayRequest(document, "/v1/chat/completions", "chat", "w1", streamed, priority=None, wants_usage=False)
+    return EngineRequest(document=document, request_id="w1", streamed=streamed)
 
 
 async def relayed(stack: UpstreamStack) -> EngineStream:

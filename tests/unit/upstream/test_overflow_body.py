@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from router.upstream.engine_request import ChatRequest, PassedRequest, RelayRequest
+from router.upstream.engine_request import EngineRequest
 from router.upstream.json_object import JsonObject
 from router.upstream.named_events import MESSAGE_FORMAT
 from router.upstream.overflow import body_for
@@ -19,7 +20,9 @@ def relayed(path: str = "chat/completions", *, streamed: bool = False, adapter: 
     """Return what a foreign server is asked for a body, as JSON values; None: it is not asked."""
     operation = "chat" if path.startswith("chat") else "text_completion"
     document = JsonObject.parse(json.dumps({"model": "auto", **body}).encode())
-    request = RelayRequest(document, f"/v1/{path}", operation, "r", streamed, None, wants_usage=False, adapter=adapter)
+    request = EngineRequest(
+        document=document, path=f"/v1/{path}", operation=operation, request_id="r", streamed=streamed, adapter=adapter
+    )
     made = body_for(request, "foreign")
     return None if made is None else json.loads(made)
 
@@ -87,12 +90,15 @@ def test_streams_tell_their_counts() -> None:
 
 def test_generate_and_others() -> None:
     """A prompt of /generate is asked as a chat; a penalty that only vLLM knows, and other APIs, are not."""
-    chat = ChatRequest(tuple(MESSAGES), 9, {"temperature": 0.7, "repetition_penalty": 1.0}, 1, "r")
+    members = {"messages": MESSAGES, "max_tokens": 9, "temperature": 0.7, "repetition_penalty": 1.0}
+    chat = EngineRequest(document=members, request_id="r", priority=1)
     assert json.loads(body_for(chat, "foreign") or b"") == {
         "model": "foreign", "messages": MESSAGES, "max_tokens": 9, "temperature": 0.7, "stream": True,
         "stream_options": {"include_usage": True},
     }  # fmt: skip
-    assert body_for(ChatRequest(tuple(MESSAGES), 9, {"repetition_penalty": 1.2}, 1, "r"), "foreign") is None
+    assert body_for(replace(chat, document={**members, "repetition_penalty": 1.2}), "foreign") is None
     document = JsonObject.parse(b'{"model":"auto"}')
-    passed = PassedRequest(document, "/v1/messages", "r", MESSAGE_FORMAT, streamed=False, priority=0, chat=None)
+    passed = EngineRequest(
+        document=document, path="/v1/messages", request_id="r", answers=MESSAGE_FORMAT, streamed=False, counts=False
+    )
     assert body_for(passed, "foreign") is None

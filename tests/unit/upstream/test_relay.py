@@ -12,10 +12,10 @@ import pytest
 
 from router.telemetry.tracing import Telemetry
 from router.upstream import transport
-from router.upstream.engine_request import ChatRequest
+from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import Attempt, EngineStream, OverflowHold, OverflowServer
 from router.upstream.errors import EngineBroke, EngineStalled
-from router.upstream.progress import Progress
+from router.upstream.progress import Progress, Resumption
 from router.upstream.sse import parse_event
 from router.upstream.transport import Body
 from tests.unit.own_engines import until
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from router.upstream.transport import Connection
 
 pytestmark = pytest.mark.anyio
-ASKED = ChatRequest((), 9, {}, 0, "r1", wants_usage=False)
+ASKED = EngineRequest(document={"messages": [], "max_tokens": 9}, request_id="r1", resumption=Resumption(9, {}, 0))
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 OPENED = (
     b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,'

@@ -1,4 +1,4 @@
-"""One request's client, as the application sees it: what the application sends becomes HTTP/1.1 here.
+"""One request's answer, on its way to the client: what the application sends becomes HTTP/1.1 here.
 
 uvicorn writes head and body apart, checks each header by two patterns, and tells of a client that leaves only to who waits
 for a message. Here a head goes out with the first part of its body, bytes of a body can be written without a message, and a
@@ -7,30 +7,43 @@ request that asks for it is cancelled when its client leaves.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
+from router.lifecycle import ServerPhase
+
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Iterable
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, Scope
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-CLIENT = "qarr.client"  # in a scope: the request's ``HttpClient``
+    from router.lifecycle import ServerState
+
+OUT = "qarr.out"  # in a scope: the request's ``Responder``
 HOLD = "qarr.hold"  # in the message that starts an answer: its body follows at once
+CLIENT_GONE = 499  # nginx's status for a request whose client closed the connection
 _NO_BODY = {204, 304}
 
 
-class HttpClient:
-    """An application for one request, around the router's.
+class Responder:
+    """One request's answer: how far it is, and what the application sends as HTTP/1.1.
 
     Attributes:
         cycle: uvicorn's state of the request, kept up to date.
+        status: The one sent; 499 if the client went away before.
+        begun: Whether its head was sent.
+        streams: Whether it is a stream of events.
+        early: Whether its head was sent before it was known who answers.
+        complete: Whether all of it was sent.
     """
 
-    __slots__ = ("_app", "_chunked", "_head", "_left", "_task", "cycle")
+    __slots__ = (
+        *("_app", "_chunked", "_early", "_head", "_left", "_outer", "_server_state", "_task", "_timer"),
+        *("begun", "complete", "cycle", "early", "status", "streams"),
+    )
 
     def __init__(self, app: ASGI3Application, cycle: RequestResponseCycle) -> None:
         self._app, self.cycle = app, cycle
@@ -38,11 +51,21 @@ class HttpClient:
         self._chunked = False
         self._left: int | None = None  # bytes of the body to come; None: its end is told otherwise
         self._task: asyncio.Task[Any] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._early: asyncio.Task[None] | None = None
+        self._outer: Any = None
+        self._server_state: ServerState | None = None
+        self.begun = self.streams = self.early = self.complete = False
+        self.status = CLIENT_GONE
 
     async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, _send: ASGISendCallable) -> None:
         """Run the application."""
-        scope[CLIENT] = self  # type: ignore[literal-required]
+        scope[OUT] = self  # type: ignore[literal-required]
         await self._app(scope, receive, self.send)
+
+    def through(self, outer: Callable[[Any], Awaitable[None]], server_state: ServerState) -> None:
+        """Let heads pass the layers around the application by ``outer``; bodies are of no use to them."""
+        self._outer, self._server_state = outer, server_state
 
     @property
     def disconnected(self) -> bool:
@@ -59,17 +82,76 @@ class HttpClient:
         if self._task is not None:
             self._task.cancel()
 
-    def write(self, data: bytes) -> bool:
-        """Write a part of the body of an answer that has begun; return whether the client can take more now."""
+    async def respond(self, message: Any) -> None:
+        """Send a message of the application, its head through the layers around it."""
+        if message["type"] == "http.response.body":
+            await self.send(message)
+            self.complete = not message.get("more_body", False)
+            return
+        if message["type"] == "http.response.start":
+            if self._timer is not None:
+                self.stop_waiting()
+                if self._early is not None:
+                    await asyncio.wait({self._early})
+                if self.early:
+                    return
+            self.begun, self.status = True, message["status"]
+            headers = message.get("headers", ())
+            self.streams = any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers)
+            if self._server_state is not None and self._server_state.state is not ServerPhase.OPEN:
+                others = [(name, value) for name, value in headers if name != b"connection"]
+                message = {**message, "headers": [*others, (b"connection", b"close")]}
+        await self._outer(message)
+
+    def await_first(self, interval_s: float, head: Any) -> None:
+        """Send a stream's head if it is late by this, then comments at this interval: proxies cut what is silent."""
+        self._timer = asyncio.get_running_loop().call_later(interval_s, self._begin_early, interval_s, head)
+
+    def _begin_early(self, interval_s: float, head: Any) -> None:
+        async def keep_alive() -> None:
+            await self._outer(head)  # cancelled while the client takes no more, it has sent nothing
+            self.begun = self.streams = self.early = True
+            self.status = head["status"]
+            while True:
+                await self.send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
+                await asyncio.sleep(interval_s)
+
+        if not self.begun:
+            self._early = asyncio.create_task(keep_alive())
+
+    def stop_waiting(self) -> None:
+        """Send no more comments."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._early is not None:
+            self._early.cancel()
+
+    def forget(self) -> None:
+        """Forget what leads from a request that has ended back to it."""
+        self.stop_waiting()
+        self._task = self._outer = None
+
+    def feed(self, events: Sequence[bytes]) -> bool:
+        """Send events of a stream that has begun, its head with the first; tell whether the client takes more now."""
         cycle = self.cycle
         if cycle.disconnected:
             return False
+        data = b"".join(events)
         if data or self._head:
             if data and self._chunked:
                 data = b"%x\r\n%b\r\n" % (len(data), data)
             cycle.transport.write(self._head + data)
             self._head = b""
         return not cycle.flow.write_paused
+
+    async def drain(self) -> None:
+        """Wait until the client takes more."""
+        await self.send({"type": "http.response.body", "body": b"", "more_body": True})
+
+    async def end(self, events: Sequence[bytes]) -> None:
+        """Send the last events of a stream that has begun."""
+        await self.send({"type": "http.response.body", "body": b"".join(events), "more_body": False})
+        self.complete = True
 
     async def send(self, message: Any) -> None:
         """Send a message of the application, as ASGI says; wait while the client cannot take more."""

@@ -9,7 +9,8 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from router.aio import Signal
-from router.server.client import CLIENT, HOLD, HttpClient
+from router.lifecycle import ServerPhase, ServerState
+from router.server.responder import CLIENT_GONE, HOLD, OUT, Responder
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -49,7 +50,7 @@ class Flow:
 
 def client_on(
     wire: Wire, *, method: str = "POST", version: str = "1.1", keep_alive: bool = True, app: Any = None
-) -> HttpClient:
+) -> Responder:
     cycle = RequestResponseCycle(
         scope={"type": "http", "method": method, "http_version": version},  # type: ignore[arg-type, typeddict-item]
         transport=wire,  # type: ignore[arg-type]
@@ -63,10 +64,10 @@ def client_on(
         keep_alive=keep_alive,
         on_response=lambda: None,
     )
-    return HttpClient(app, cycle)
+    return Responder(app, cycle)
 
 
-async def answer(client: HttpClient, *bodies: bytes, status: int = 200, hold: bool = False, **headers: str) -> None:
+async def answer(client: Responder, *bodies: bytes, status: int = 200, hold: bool = False, **headers: str) -> None:
     pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     await client.send({"type": START, "status": status, "headers": pairs, HOLD: hold})
     for number, body in enumerate(bodies, 1):
@@ -87,8 +88,8 @@ async def test_a_stream_has_chunks_and_its_head_waits_only_where_it_may() -> Non
     client = client_on(wire)
     await client.send({"type": START, "status": 200, "headers": []})
     assert wire.written == b"HTTP/1.1 200 OK\r\ndate: today\r\ntransfer-encoding: chunked\r\n\r\n"
-    assert client.write(b"hello")
-    assert client.write(b""), "an empty chunk would end the body"
+    assert client.feed([b"hel", b"lo"])
+    assert client.feed([]), "an empty chunk would end the body"
     await client.send({"type": BODY, "body": b"", "more_body": True})
     await client.send({"type": BODY, "body": b"!" * 16, "more_body": False})
     assert wire.pieces[1:] == [b"5\r\nhello\r\n", b"10\r\n" + b"!" * 16 + b"\r\n0\r\n\r\n"]
@@ -96,7 +97,7 @@ async def test_a_stream_has_chunks_and_its_head_waits_only_where_it_may() -> Non
     client = client_on(held)
     await client.send({"type": START, "status": 200, "headers": [], HOLD: True})
     assert not held.pieces
-    client.write(b"a")
+    client.feed([b"a"])
     assert len(held.pieces) == 1
     assert held.written.endswith(b"\r\n\r\n1\r\na\r\n")
 
@@ -133,7 +134,7 @@ async def test_a_body_is_framed_as_its_request_wants(  # noqa: PLR0917
         lambda client: client.send({"type": BODY, "body": b"a"}),
     ],
 )
-async def test_what_would_be_no_answer_is_not_sent(send: Callable[[HttpClient], Awaitable[None]]) -> None:
+async def test_what_would_be_no_answer_is_not_sent(send: Callable[[Responder], Awaitable[None]]) -> None:
     wire = Wire()
     with pytest.raises(RuntimeError):
         await send(client_on(wire))
@@ -153,7 +154,7 @@ async def test_a_client_that_takes_no_more_is_waited_for() -> None:
     client = client_on(wire)
     await client.send({"type": START, "status": 200})
     client.cycle.flow.write_paused = True
-    assert not client.write(b"a"), "it is written, and told"
+    assert not client.feed([b"a"]), "it is written, and told"
     sending = asyncio.create_task(client.send({"type": BODY, "body": b"b", "more_body": True}))
     await asyncio.sleep(0)
     assert wire.pieces[1:] == [b"1\r\na\r\n"]
@@ -167,7 +168,7 @@ async def test_a_client_that_leaves_ends_the_task_that_asked_for_it() -> None:
     begun = asyncio.Event()
 
     async def app(scope: Any, _receive: Any, _send: Any) -> None:
-        scope[CLIENT].cancel_on_disconnect(asyncio.current_task())
+        scope[OUT].cancel_on_disconnect(asyncio.current_task())
         begun.set()
         await asyncio.sleep(60)
 
@@ -178,8 +179,48 @@ async def test_a_client_that_leaves_ends_the_task_that_asked_for_it() -> None:
     await asyncio.wait({serving})
     assert serving.cancelled()
     assert client.disconnected
-    assert not client.write(b"a")
+    assert not client.feed([b"a"])
     await client.send({"type": START, "status": 200})
     assert not wire.pieces
     client.cancel_on_disconnect(None)
     client.leave()
+
+
+@pytest.mark.parametrize(
+    ("media_type", "streams"), [("text/event-stream", True), ("application/json", False), ("", False)]
+)
+async def test_a_head_passes_the_layers_around_the_application_and_a_body_does_not(
+    media_type: str, *, streams: bool
+) -> None:
+    wire, seen = Wire(), list[str]()
+    out = client_on(wire)
+    assert (out.status, out.begun, out.streams, out.complete) == (CLIENT_GONE, False, False, False)
+
+    async def outer(message: Any) -> None:
+        seen.append(message["type"])
+        await out.send(message)
+
+    out.through(outer, ServerState())
+    await out.respond({"type": START, "status": 201, "headers": [(b"content-type", media_type.encode())]})
+    assert (out.status, out.begun, out.streams) == (201, True, streams)
+    await out.respond({"type": BODY, "body": b"a", "more_body": True})
+    assert not out.complete
+    assert out.feed([b"b", b"c"])
+    await out.drain()
+    await out.end([b"d", b"e"])
+    assert (out.complete, seen, wire.written.endswith(b"1\r\na\r\n2\r\nbc\r\n2\r\nde\r\n0\r\n\r\n")) == (
+        True,
+        [START],
+        True,
+    )
+
+
+@pytest.mark.parametrize("phase", ServerPhase)
+async def test_clients_of_a_router_that_leaves_are_told_to_close(phase: ServerPhase) -> None:
+    """Their next request then goes to whoever listens by now."""
+    wire = Wire()
+    out = client_on(wire)
+    out.through(out.send, ServerState(phase))
+    await out.respond({"type": START, "status": 200, "headers": []})
+    assert (b"connection: close" in wire.written) is (phase is not ServerPhase.OPEN)
+    out.forget()

@@ -1,0 +1,252 @@
+"""How every endpoint answers: parse, decide, take a place, relay. Endpoints differ in what an ``Endpoint`` holds only."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic_core import to_json
+from starlette.responses import Response
+
+from router.api.asgi import (
+    apart,
+    body_message,
+    cancel_on_disconnect,
+    context_of,
+    read_body,
+    responder_of,
+    start_message,
+)
+from router.api.paths import error_form
+from router.api.problems import describe
+from router.api.resumable import ResumableStream, ResumedElsewhere, StreamGone
+from router.api.truncation import cutter_for
+from router.upstream.engine_stream import BufferedAnswer, EngineStream
+from router.upstream.errors import UpstreamError
+from router.upstream.sse import SEPARATOR
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from starlette.types import Receive, Scope, Send
+
+    from router.api.bodies import Rules
+    from router.api.resumable import ResumableStreams
+    from router.pipeline.pipeline import Pipeline
+    from router.pipeline.registry import ActiveRequest
+    from router.pipeline.request import Call, RequestContext
+    from router.policy.decision import Decision
+    from router.server.responder import Responder
+    from router.settings import Settings, TelemetrySettings
+    from router.upstream.engine_stream import EngineAnswer
+    from router.upstream.sse import Chunk
+
+log = logging.getLogger(f"qarr.{__name__}")
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+STREAM_ID = "x-qarr-stream-id"
+
+
+class Encoder(Protocol):
+    """Writes an answer's chunks as the events of one endpoint, each with the empty line after it."""
+
+    def events(self, chunks: Sequence[Chunk]) -> list[bytes]:
+        """Return the events for what came together; none where nothing of it is shown."""
+
+    def end(self) -> list[bytes]:
+        """Return the events that end a complete answer."""
+
+    def failure(self, error: UpstreamError) -> list[bytes]:
+        """Return the events that end an answer which could not be completed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What endpoints need.
+
+    Attributes:
+        rules: What bodies are checked against.
+        streams: Those that outlive their connections.
+    """
+
+    pipeline: Pipeline
+    settings: Settings
+    rules: Rules
+    streams: ResumableStreams
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One way to ask for an answer.
+
+    Attributes:
+        parse: Reads a body; raises ``InvalidBody``, ``UnknownModel`` or ``BeyondKey`` for what is wrong with it.
+        encoder: Returns what writes the events of a streamed answer.
+        whole: Returns an answer that is not streamed, and its media type.
+        resumes: Whether ``Last-Event-ID`` goes on with a stream.
+    """
+
+    path: str
+    parse: Callable[[bytes, RequestContext, Service], Call]
+    encoder: Callable[[Call, ActiveRequest], Encoder]
+    whole: Callable[[Call, ActiveRequest], Awaitable[tuple[bytes, str]]]
+    resumes: bool = False
+
+    async def read(self, body: bytes, context: RequestContext, service: Service) -> Call:
+        """Return the call that a body asks for, cut where its caller has asked for it and it fits no context."""
+        size = len(body)
+        call = await apart(size, self.parse, body, context, service)
+        if call.cut is None or (cutter := await cutter_for(call, service.pipeline, size)) is None:
+            return call
+        return await apart(size, call.cut, call, cutter)
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """An endpoint as an ASGI application."""
+
+    endpoint: Endpoint
+    service: Service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request. Work stops when the client goes away, unless the stream is resumable."""
+        service, endpoint, context = self.service, self.endpoint, context_of(scope)
+        pipeline, server = service.pipeline, service.settings.server
+        pipeline.telemetry.name_server_span(scope, endpoint.path)
+        body = await read_body(scope, receive, server.max_body_bytes)
+        cancel_on_disconnect(scope)
+        if endpoint.resumes and (last_event_id := context.header(b"last-event-id")):
+            await self._resume(last_event_id, context, scope, receive, send)
+            return
+        call = await endpoint.read(body, context, service)
+        del body  # not to be held for as long as the answer takes
+        decision = pipeline.decide(call)
+        out = responder_of(scope)
+        if call.streamed and server.silence_s:  # whose head says nothing of who answers
+            out.await_first(server.silence_s, start_message(context.headers, EVENT_STREAM, STREAM_HEADERS))
+        if call.resumable:
+            make = partial(self._respond, call, decision)
+            stream = service.streams.open(context.caller.key_id, make, context.request_id)
+            if stream is not None:
+                await self._read(stream, 0, context, send)
+                return
+            call = replace(call, resumable=False)
+        await self._respond(call, decision, out)
+
+    async def _respond(self, call: Call, decision: Decision, out: Responder | ResumableStream) -> None:
+        """Serve an answer: its head, what follows as it comes, then exactly one end or one error."""
+        async with self.service.pipeline.serve(call, decision) as active:
+            headers, answer = answer_headers(active, self.service.settings.telemetry), active.answer
+            if not call.streamed:
+                assert not isinstance(out, ResumableStream)
+                content, media_type = await self.endpoint.whole(call, active)
+                length = {"content-length": str(len(content))}
+                await out.respond(start_message({**call.context.headers, **headers}, media_type, length))
+                await out.respond(body_message(content, more=False))
+                return
+            assert isinstance(answer, EngineStream)
+            media_type = EVENT_STREAM if self.endpoint.resumes else answer.media_type or EVENT_STREAM
+            if isinstance(out, ResumableStream):
+                out.begin({**headers, STREAM_ID: out.id})
+            else:
+                whole_head = {**call.context.headers, **headers}
+                await out.respond(start_message(whole_head, media_type, STREAM_HEADERS, hold=True))
+            encoder = self.endpoint.encoder(call, active)
+            try:
+                await answer.relay(lambda chunks: out.feed(encoder.events(chunks)), out.drain)
+                end = encoder.end()
+            except UpstreamError as error:
+                answer.error = error
+                log.warning("request %s: %s on %s", call.context.request_id, error, answer.replica_id)
+                end = encoder.failure(error)
+            await out.end(end)
+
+    async def _read(self, stream: ResumableStream, after: int, context: RequestContext, send: Send) -> None:
+        started = False
+
+        async def start(headers: Mapping[str, str]) -> None:
+            nonlocal started
+            started = True
+            await send(start_message({**headers, **context.headers}, EVENT_STREAM, STREAM_HEADERS))
+
+        try:
+            await self.service.streams.read(stream, after, start, send)
+        except (ResumedElsewhere, StreamGone) as error:
+            if not started:
+                raise
+            event = describe(error).event(error_form(self.endpoint.path), context.ids)
+            await send(body_message(event + SEPARATOR, more=False))
+
+    async def _resume(
+        self, last_event_id: str, context: RequestContext, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Go on with a stream; the request's body, which clients send again as it was, is not looked at."""
+        streams = self.service.streams
+        stream, after = streams.find(last_event_id, context.caller.key_id)
+        if stream.over and after == stream.newest:
+            streams.drop(stream)
+            await Response(status_code=204, headers=context.headers)(scope, receive, send)
+            return
+        await self._read(stream, after, context, send)
+
+
+def answer_headers(active: ActiveRequest, settings: TelemetrySettings) -> dict[str, str]:
+    """Return the headers that disclose who serves an answer and why."""
+    answer, decision, queued = active.answer, active.decision, active.admitted or active.diverted
+    assert answer is not None
+    spec = answer.spec
+    if answer.overflow is not None:  # no tier answers
+        headers = {"x-qarr-overflow": answer.overflow}
+    else:
+        headers = {"x-qarr-tier": answer.tier, "x-qarr-precision": spec.precision}
+    headers["x-qarr-reason"] = reason_of(decision, answer)
+    if queued is not None and queued.waited_ms:
+        headers["x-qarr-queue-ms"] = f"{queued.waited_ms:.0f}"
+    if decision.degraded:
+        headers["x-qarr-degraded"] = ", ".join(decision.degraded)
+    if address := settings.trace_address(active.context.trace_id):
+        headers["x-qarr-trace-url"] = address
+    if decision.query.truncated:
+        headers["x-qarr-truncated"] = decision.query.truncated
+    if spec.checkpoint_id:
+        headers["x-qarr-checkpoint"] = spec.checkpoint_id
+    return headers
+
+
+def reason_of(decision: Decision, answer: EngineAnswer) -> str:
+    """Return why a tier serves an answer, for a person."""
+    if answer.tier is decision.tier or answer.overflow is not None:
+        return decision.reason
+    return f"{decision.reason}; {decision.tier} failed before the first token, so {answer.tier} took over"
+
+
+def report_on(call: Call, active: ActiveRequest) -> dict[str, Any] | None:
+    """Return who serves an answer and why, for its body; None: its caller did not ask."""
+    answer, decision = active.answer, active.decision
+    if not call.report or answer is None:
+        return None
+    outside = answer.overflow is not None
+    return {
+        "tier": None if outside else answer.tier,
+        "precision": answer.spec.precision,
+        "checkpoint": answer.spec.checkpoint_id,
+        **({"overflow": answer.overflow} if outside else {}),
+        "reason": reason_of(decision, answer),
+        "class": decision.query.features.prompt_class.value,
+    }
+
+
+async def as_it_came(call: Call, active: ActiveRequest) -> tuple[bytes, str]:
+    """Return an engine's whole answer, with the report where it was asked for."""
+    answer, report = active.answer, report_on(call, active)
+    assert isinstance(answer, BufferedAnswer)
+    content = with_member(answer.content, "qarr", report) if report else answer.content
+    return content, answer.media_type or "application/json"
+
+
+def with_member(content: bytes, name: str, value: object) -> bytes:
+    """Return a JSON object with one more member at its end."""
+    whole = content.rstrip()
+    return whole[:-1] + b"," + to_json(name) + b":" + to_json(value) + b"}"
