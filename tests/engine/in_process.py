@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from classifier import TokenCounter
+from classifier import ModelTokenCounter
 from router.app import wire_router
 from router.auth.api_keys import KeyStore
 from router.settings import load_settings
@@ -44,7 +44,7 @@ async def real_router(
             TierName(name), tier["max_model_len"], tier["max_num_seqs"], 32, digest=tier["checkpoint_digest"]
         )
         fleet.specs = (*fleet.specs, spec)
-        counter = counter or TokenCounter.from_file(Path(tier["checkpoint"]) / "tokenizer.json")
+        counter = counter or ModelTokenCounter.from_file(Path(tier["checkpoint"]) / "tokenizer.json")
         fleet.add(
             Replica(
                 id=f"{name}-0", spec=spec, url=replica["url"], api_key=engine_keys[name], model="smollm2-135m-instruct",
