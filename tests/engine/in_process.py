@@ -15,7 +15,7 @@ from tests.fakes.engine import serving
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.snapshot import TemplateTokens
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import ReplicaStatus, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -48,7 +48,7 @@ async def real_router(
         fleet.add(
             Replica(
                 id=f"{name}-0", spec=spec, url=replica["url"], api_key=engine_keys[name], model="smollm2-135m-instruct",
-                state=ReplicaState.READY,
+                state=ReplicaStatus.READY,
             )
         )  # fmt: skip
     fleet.note_template(TemplateTokens(alone=30, with_system=10, further_pair=10))
