@@ -25,7 +25,7 @@ from router.profiling.client import (
     refused,
     timed_body,
 )
-from tiers.spec import ReplicaState
+from tiers.spec import ReplicaStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.1
 LONGEST_IDLE_S = 60.0
-_STARTING = {ReplicaState.STARTING, ReplicaState.WARMING}
+_STARTING = {ReplicaStatus.STARTING, ReplicaStatus.WARMING}
 T = TypeVar("T")
 
 
@@ -91,7 +91,7 @@ class IdleClient:
             identities={name: spec.identity for name, spec in ready.items()},
             checkpoints={spec.name: spec.identity for spec in fleet.specs},
             replicas={
-                name: sum(r.spec.name is name and r.state is ReplicaState.READY for r in fleet.replicas)
+                name: sum(r.spec.name is name and r.state is ReplicaStatus.READY for r in fleet.replicas)
                 for name in ready
             },
             max_num_seqs={name: spec.max_num_seqs for name, spec in ready.items()},
