@@ -39,7 +39,7 @@ from measure import note
 from classifier import PromptClass
 from router.policy.losses import Z95, losses
 from router.profiling.checks import RunsCheck
-from router.profiling.client import connect
+from router.profiling.client import RouterClient
 from router.profiling.measure_quality import CHARS_PER_TOKEN, Plan, measure
 from router.profiling.profile_files import JOURNAL, keep_quality
 from router.profiling.tasks import SUITE, TASKS, Task, read_tasks
@@ -134,7 +134,7 @@ def halves(engines: Engines, limit: int | None) -> tuple[list[Task], list[Task]]
 async def profiled(running: Router, tasks: Sequence[Task]) -> QualityProfile:
     """Measure and keep the profile, every answer scored as well."""
     plan = Plan(tuple(tasks), SUITE, running.profiles / JOURNAL, diagnosed=len(tasks))
-    async with connect(running.url, "") as client:
+    async with RouterClient(running.url, "") as client:
         found = await measure(client, plan, lambda step, done, total: note(f"{done} of {total}: {step}"))
     keep_quality(running.profiles, found)
     return found

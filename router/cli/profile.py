@@ -15,7 +15,7 @@ from rich.table import Table
 from router.cli.client import UrlOption, find_router
 from router.cli.common import ConfigOption, clock, err, plain, print_table
 from router.policy.profiles import REFERENCE, ProfileError, load_latency
-from router.profiling.client import connect
+from router.profiling.client import RouterClient
 from router.profiling.lm_eval import CLASSES, import_runs, read_classes
 from router.profiling.measure_latency import LatencyPlan, measure_latency
 from router.profiling.measure_quality import Plan, measure
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from router.policy.profiles import Fit, LatencyProfile, QualityProfile
-    from router.profiling.client import FleetState, RouterClient
+    from router.profiling.client import FleetState
 
 profile_app = typer.Typer(help="Measure the loss and the speed of a running fleet's tiers.", no_args_is_help=True)
 
@@ -182,7 +182,7 @@ class _Log:
 async def _connected(url: str, config: Path | None) -> AsyncIterator[RouterClient]:
     """Open a client of a router that does not measure itself at the moment."""
     url, verify = find_router(url, config)
-    async with connect(url, os.environ.get("QARR_KEY", ""), verify=verify) as client:
+    async with RouterClient(url, os.environ.get("QARR_KEY", ""), verify=verify) as client:
         measuring = (await client.fleet()).measuring
         if measuring is not None:
             raise ProfileError(

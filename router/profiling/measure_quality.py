@@ -75,7 +75,7 @@ async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int]
         ProfileError: The router does not answer, the reference is not ready, or a tier refuses.
     """
     fleet = await client.fleet()
-    if REFERENCE not in fleet.identities:
+    if REFERENCE not in fleet.tiers:
         raise ProfileError(f"tier {REFERENCE} is not ready, and the others are measured against it")
     if plan.adapter is not None:
         fleet = _having(fleet, plan.adapter)
@@ -86,14 +86,14 @@ async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int]
 
 def _having(fleet: FleetState, adapter: str) -> FleetState:
     """Return the fleet without the tiers that do not offer an adapter."""
-    having = {tier: identity for tier, identity in fleet.identities.items() if adapter in fleet.adapters.get(tier, ())}
+    having = {name: tier for name, tier in fleet.tiers.items() if adapter in tier.adapters}
     if REFERENCE not in having:
         raise ProfileError(
             f"tier {REFERENCE} does not offer the adapter {adapter}, and the others are measured against it"
         )
     if len(having) == 1:
         raise ProfileError(f"no tier but {REFERENCE} offers the adapter {adapter}: there is nothing to compare")
-    return replace(fleet, identities=having)
+    return replace(fleet, tiers=having)
 
 
 class _Run:
@@ -103,12 +103,12 @@ class _Run:
         self, client: Client, plan: Plan, fleet: FleetState, progress: Callable[[str, int, int], None]
     ) -> None:
         self._client, self._plan, self._fleet, self._progress = client, plan, fleet, progress
-        self._lower = [tier for tier in fleet.identities if tier is not REFERENCE]
-        self._settings = {tier: _setting(plan, fleet, tier) for tier in fleet.identities}
-        slots = {tier: fleet.max_num_seqs[tier] * fleet.replicas[tier] for tier in fleet.identities}
+        self._lower = [tier for tier in fleet.tiers if tier is not REFERENCE]
+        self._settings = {tier: _setting(plan, fleet, tier) for tier in fleet.tiers}
+        slots = {name: tier.max_num_seqs * tier.replicas for name, tier in fleet.tiers.items()}
         self._slots = {tier: asyncio.Semaphore(n) for tier, n in slots.items()}
         self._parallel = plan.parallel or min(slots.values())
-        longest = CHARS_PER_TOKEN * min(fleet.max_model_len.values())
+        longest = CHARS_PER_TOKEN * min(tier.max_model_len for tier in fleet.tiers.values())
         self._tasks = {t.digest: t for t in plan.tasks if _askable(t, plan, longest)}
         self._answers: dict[tuple[str, TierName], Judged] = {}
         self._scored: Counter[tuple[TierName, Kind]] = Counter()
@@ -254,5 +254,5 @@ def _askable(task: Task, plan: Plan, longest: float) -> bool:
 
 def _setting(plan: Plan, fleet: FleetState, tier: TierName) -> str:
     """Return a digest of everything that a tier's answer depends on, except the task."""
-    parts = [FORM, fleet.model, fleet.identities[tier], plan.adapter]
+    parts = [FORM, fleet.model, fleet.tiers[tier].identity, plan.adapter]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -10,7 +10,7 @@ import pytest
 
 from classifier import PromptClass
 from router.policy.profiles import ProfileError
-from router.profiling.client import RouterClient, connect
+from router.profiling.client import RouterClient
 from router.profiling.measure_quality import Plan, measure
 from router.profiling.tasks import Task
 from tests.unit.router_stack import Stack, router_stack
@@ -37,7 +37,7 @@ TASKS = (task("one"), task("two", **{"class": "code", "complexity": "complex"}))
 
 @asynccontextmanager
 async def connected(tmp_path: Path) -> AsyncIterator[tuple[Stack, RouterClient]]:
-    async with router_stack(tmp_path) as stack, connect(stack.url, "") as client:
+    async with router_stack(tmp_path) as stack, RouterClient(stack.url, "") as client:
         yield stack, client
 
 
