@@ -64,7 +64,7 @@ from router.upstream.client import Upstream
 from router.upstream.overflow import OverflowClient
 from router.upstream.transport import EngineTransport
 from tiers.background import lasting
-from tiers.spec import ReplicaState
+from tiers.spec import ReplicaStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -402,7 +402,7 @@ class Status:
         """
         tiers = self._fleet.snapshot().tiers
         serves = self._server_state.open and self._keys.ready
-        ready = serves and any(tier.state is ReplicaState.READY for tier in tiers)
+        ready = serves and any(tier.state is ReplicaStatus.READY for tier in tiers)
         body = {
             "ready": ready,
             "tiers": {tier.spec.name: tier.state.value for tier in tiers},

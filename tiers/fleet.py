@@ -18,7 +18,7 @@ from tiers.preparing import Preparations
 from tiers.ranking import rising
 from tiers.replica import FleetOptions, Replica, Sent, Share, Totals
 from tiers.snapshot import FleetSnapshot, KeptTier, Moment, TemplateTokens, choose, least_loaded
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import MOST_BESIDE, Load, Seen, SpeedModel, Times
 
 if TYPE_CHECKING:
@@ -314,7 +314,7 @@ class Fleet:
             replica.changed()
         offered = set(adapters)
         for other in self._members[replica.spec.name]:
-            if other.state in {ReplicaState.READY, ReplicaState.DRAINING}:
+            if other.state in {ReplicaStatus.READY, ReplicaStatus.DRAINING}:
                 offered &= set(other.spec.adapters)
         tier = self.spec(replica.spec.name)
         if tier.adapters != (names := tuple(sorted(offered))):
@@ -473,7 +473,7 @@ class Fleet:
 
     def is_ready(self, tier: TierName) -> bool:
         """Tell whether a tier has a ready replica."""
-        return any(r.state is ReplicaState.READY for r in self._members.get(tier, ()))
+        return any(r.state is ReplicaStatus.READY for r in self._members.get(tier, ()))
 
     def nearest(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> str | None:
         """Return the id of the replica with free slots that lacks least of what a request needs; None: no replica."""

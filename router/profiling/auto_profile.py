@@ -19,7 +19,7 @@ from router.profiling.measure_latency import LatencyPlan, measure_latency
 from router.profiling.measure_quality import Plan, measure
 from router.profiling.profile_files import JOURNAL, keep_latency, keep_quality, only_one
 from router.profiling.tasks import SUITE, TASKS, read_tasks
-from tiers.spec import ReplicaState, TierName, in_order
+from tiers.spec import ReplicaStatus, TierName, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -37,11 +37,11 @@ LOOK_S = 1.0
 ELSEWHERE = "some engines were not started by this router: 'qarr profile' measures them"
 FIRST_PAUSE_S = 5.0  # after an error; doubled after each further one
 LONGEST_PAUSE_S = 300.0
-SETTLED = set(ReplicaState) - {
-    ReplicaState.PREPARING,
-    ReplicaState.STARTING,
-    ReplicaState.WARMING,
-    ReplicaState.STOPPED,
+SETTLED = set(ReplicaStatus) - {
+    ReplicaStatus.PREPARING,
+    ReplicaStatus.STARTING,
+    ReplicaStatus.WARMING,
+    ReplicaStatus.STOPPED,
 }
 What = Literal["latency", "quality"]
 Attempt = tuple[What, frozenset[TierName], tuple[str | None, ...]]  # tiers, and the identities of all
@@ -125,7 +125,7 @@ class AutoProfile:
         states = {tier.state for tier in self._fleet.snapshot().tiers}
         if any(replica.source is not None for replica in self._fleet.replicas):  # added while the router runs
             self._show("waiting", ELSEWHERE)
-        elif ReplicaState.READY not in states or not states <= SETTLED:
+        elif ReplicaStatus.READY not in states or not states <= SETTLED:
             self._show("waiting", "tiers are starting")
         elif not self._missing("latency") and not self._missing("quality"):
             self._show("done", "")

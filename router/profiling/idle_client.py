@@ -17,7 +17,7 @@ import httpx
 from router.policy.decision import PRIORITIES
 from router.policy.profiles import ProfileError
 from router.profiling.client import Client, FleetState, MeasuredTier
-from tiers.spec import ReplicaState
+from tiers.spec import ReplicaStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tiers.spec import TierName
 
 LONGEST_IDLE_S = 60.0
-STARTING = {ReplicaState.STARTING, ReplicaState.WARMING}
+STARTING = {ReplicaStatus.STARTING, ReplicaStatus.WARMING}
 
 
 class IdleClient(Client):
@@ -65,7 +65,7 @@ class IdleClient(Client):
 
     async def fleet(self) -> FleetState:
         fleet = self._fleet
-        ready = [r.spec.name for r in fleet.replicas if r.state is ReplicaState.READY]
+        ready = [r.spec.name for r in fleet.replicas if r.state is ReplicaStatus.READY]
         return FleetState(
             self._model,
             fleet.machine,

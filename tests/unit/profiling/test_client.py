@@ -15,7 +15,7 @@ from tests.fakes.engine import ANSWER
 from tests.ports import reserved_ports
 from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
-from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +33,7 @@ def nothing() -> None:
 async def test_the_fleet_is_what_the_router_shows(tmp_path: Path) -> None:
     """What is not ready can be told from what is; nobody is served by now."""
     async with router_stack(tmp_path) as stack, RouterClient(stack.url, "") as client:
-        stack.fleet.replicas[0].mark(ReplicaState.DRAINING)
+        stack.fleet.replicas[0].mark(ReplicaStatus.DRAINING)
         fleet = await client.fleet()
         assert set(fleet.tiers) == set(STANDARD_TIERS) - {FAST}
         assert set(fleet.checkpoints) == set(STANDARD_TIERS)
@@ -84,7 +84,7 @@ async def test_a_passing_refusal_is_waited_out(tmp_path: Path, monkeypatch: pyte
     """A tier that is away is asked again, but not for ever."""
     async with router_stack(tmp_path) as stack, RouterClient(stack.url, "") as client:
         replica = stack.fleet.replicas[0]
-        replica.mark(ReplicaState.DRAINING)
+        replica.mark(ReplicaStatus.DRAINING)
         monkeypatch.setattr(module, "MAX_WAIT_S", -1.0)
         with pytest.raises(ProfileError, match="fast answered HTTP 503"):
             await client.ask(PATH, FAST, CHAT, nothing)

@@ -18,7 +18,7 @@ from tests.fakes.engine import ANSWER, Behaviour, FakeEngine, serving_all
 from tests.unit.own_engines import until
 from tiers.fleet import Fleet
 from tiers.replica import Replica
-from tiers.spec import STANDARD_TIERS, ReplicaState, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -57,7 +57,7 @@ async def idle(*, priorities: bool = True) -> AsyncIterator[Idle]:
             tuple(TierSpec(name, 2048, 8, 16, digest=f"digest of {name}") for name in STANDARD_TIERS), machine="m"
         )
         replica = Replica("fast-0", fleet.spec(FAST), url, "secret", "fake", takes_priority=priorities)
-        fleet.add(replica).mark(ReplicaState.READY)
+        fleet.add(replica).mark(ReplicaStatus.READY)
         found = Idle(IdleClient(fleet, "model", 0.0, lambda: (0, 0)), fleet, engine)
         found.client._requests = lambda: (found.requests, found.served)
         yield found
@@ -114,7 +114,7 @@ async def test_it_waits_while_others_are_served(monkeypatch: pytest.MonkeyPatch)
         starting = one.fleet.add(Replica("balanced-0", one.fleet.spec(BALANCED), "http://nowhere", "", "fake"))
         one.served, waits = 1, list[int]()
         asking = asyncio.create_task(one.client.ask(PATH, FAST, CHAT, lambda: waits.append(1)))
-        ends = (lambda: setattr(one, "served", 0), lease.release, lambda: starting.mark(ReplicaState.READY))
+        ends = (lambda: setattr(one, "served", 0), lease.release, lambda: starting.mark(ReplicaStatus.READY))
         for end in ends:
             before = len(waits)
             await until(lambda before=before: len(waits) > before + 1)

@@ -14,7 +14,7 @@ from router.profiling.client import RouterClient
 from router.profiling.measure_quality import Plan, measure
 from router.profiling.tasks import Task
 from tests.unit.router_stack import Stack, router_stack
-from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -186,7 +186,7 @@ async def test_without_the_reference_nothing_is_measured(tmp_path: Path) -> None
     async with connected(tmp_path) as (stack, client):
         for replica in stack.fleet.replicas:
             if replica.spec.name is PRECISE:
-                replica.mark(ReplicaState.DRAINING)
+                replica.mark(ReplicaStatus.DRAINING)
         with pytest.raises(ProfileError, match="tier precise is not ready, and the others are measured against it"):
             await measured(client, tmp_path)
         assert sum(asked(stack).values()) == 0
