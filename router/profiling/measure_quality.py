@@ -16,13 +16,12 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from router.policy.profiles import REFERENCE, ProfileError, QualityProfile
-from router.profiling.checks import RunsCheck
 from router.profiling.client import first_of
 from router.profiling.quality import Judged, Scores, count, score
 from router.profiling.scoring import answer_body, read_greedy, read_scored, scoring_body, text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from router.policy.losses import Kind
@@ -49,7 +48,7 @@ class Plan:
         adapter: The LoRA adapter that answers on every tier, the reference too; None: the model itself.
         worth: What one more answer of a kind tells about a tier; nothing is asked where it is 0. None: ask everything.
         keep: Takes what is known so far, now and then.
-        runs: Runs the code of an answer with a test; None: tasks that need it are left out.
+        run_code: Whether the code of answers is run; tasks that need it are left out otherwise.
     """
 
     tasks: tuple[Task, ...]
@@ -60,7 +59,7 @@ class Plan:
     adapter: str | None = None
     worth: Callable[[TierName, Kind], float] | None = None
     keep: Callable[[QualityProfile], None] | None = None
-    runs: Callable[[str, str], Awaitable[bool]] | None = None
+    run_code: bool = False
 
 
 async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int], None]) -> QualityProfile:
@@ -190,23 +189,16 @@ class _Run:
         self._scored[tier, task.kind] += diagnosed
         body = answer_body(task.messages, task.max_tokens, scored=diagnosed)
         answer = await self._ask("/v1/chat/completions", tier, body)
-        text = text_of(answer)
         self._keep(
             Judged(
                 task=task.digest,
                 prompt_class=task.prompt_class,
                 complexity=task.complexity,
                 tier=tier,
-                right=await self._is_right(task, text),
+                right=await asyncio.to_thread(task.check.passes, text_of(answer)),
                 scores=await self._score(answer) if diagnosed else None,
             )
         )
-
-    async def _is_right(self, task: Task, text: str) -> bool:
-        check, runs = task.check, self._plan.runs
-        if isinstance(check, RunsCheck) and runs is not None:
-            return await runs(text, check.test)
-        return await asyncio.to_thread(check.passes, text)
 
     async def _score(self, answer: Mapping[str, Any]) -> Scores | None:
         greedy = read_greedy(answer)
@@ -249,7 +241,7 @@ class _Run:
 
 
 def _askable(task: Task, plan: Plan, longest: float) -> bool:
-    return (plan.runs is not None or not isinstance(task.check, RunsCheck)) and len(task.prompt) / longest < 1
+    return (plan.run_code or not task.check.needs_run) and len(task.prompt) < longest
 
 
 def _setting(plan: Plan, fleet: FleetState, tier: TierName) -> str:
