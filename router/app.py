@@ -267,7 +267,7 @@ def _wire(
     upstream = Upstream(fleet, EngineTransport(LEAST_REQUESTS), settings.upstream, telemetry, policy)
     upstream.fit()
     fleet.on_members = upstream.fit
-    profiling = AutoProfile(settings, fleet, policy, model, lambda: bool(registry.open))
+    profiling = AutoProfile(settings, fleet, policy, model, lambda: (registry.totals["requests"], len(registry.open)))
     evaluation = ShadowEvaluation(settings.policy.live_check_share, fleet, upstream, telemetry)
     admission = Admission(fleet, policy, settings.admission)
     samples = None
@@ -289,7 +289,6 @@ def _wire(
         telemetry=telemetry,
         prompt_observer=samples,
         answer_observer=None,
-        on_request=profiling.give_way,
     )
     usage = UsageLog(database, pipeline.charging)
     registry.observers.append(usage.offer)

@@ -63,7 +63,6 @@ class Pipeline:
         decisions: The decision log; None: none is written.
         prompt_observer: None: no prompt is sampled.
         answer_observer: None: no answer is evaluated.
-        on_request: Called before each decision, also one that is only asked for: what measures itself must not count.
     """
 
     fleet: Fleet
@@ -79,7 +78,6 @@ class Pipeline:
     telemetry: Telemetry
     prompt_observer: PromptObserver | None
     answer_observer: AnswerObserver | None
-    on_request: Callable[[], None]
 
     def decide(self, request: ParsedRequest, *, serve: bool = True) -> Decision:
         """Classify a request and decide.
@@ -92,7 +90,8 @@ class Pipeline:
             BeyondKey: The caller's key refuses the hinted tier.
         """
         _check_hint(request.context, request.options)
-        self.on_request()
+        if self.fleet.preempt is not None:
+            self.fleet.preempt()
         began = time.monotonic()
         features = request.prompt.classify(self.counter)
         classified = time.monotonic()

@@ -180,7 +180,6 @@ async def line(
             telemetry=stack.telemetry,
             prompt_observer=Prompts(noted),
             answer_observer=Answers(noted),
-            on_request=noted.request,
         )
         yield Line(pipeline, stack, noted)
         if decisions is not None:
@@ -190,6 +189,7 @@ async def line(
 async def test_a_decision_that_is_served_is_told_to_observers(tmp_path: Path) -> None:
     """One that is only asked for leaves no log and no sample; of both, what measures is told first."""
     async with line(tmp_path / "log") as at:
+        at.stack.fleet.preempt = at.noted.request
         at.pipeline.decide(asked(), serve=False)
         assert at.noted == Noted(requests=1)
         decision = at.pipeline.decide(asked())
