@@ -403,10 +403,10 @@ class Status:
         """
         tiers = self._fleet.snapshot().tiers
         serves = self._server_state.open and self._keys.ready
-        ready = serves and any(tier.state is ReplicaStatus.READY for tier in tiers)
+        ready = serves and any(tier.status is ReplicaStatus.READY for tier in tiers)
         body = {
             "ready": ready,
-            "tiers": {tier.spec.name: tier.state.value for tier in tiers},
+            "tiers": {tier.spec.name: tier.status.value for tier in tiers},
             "reasons": self._notes(),
             "preparing": [
                 {"tier": tier.spec.name, **render_preparing(tier.preparing)}

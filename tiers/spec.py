@@ -242,6 +242,26 @@ class TierSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class TemplateTokens:
+    """Tokens that the chat template adds to the texts of a conversation. All tiers share one template.
+
+    Attributes:
+        alone: To a single user message.
+        with_system: To a system and a user message.
+        further_pair: To each further answer and user message.
+    """
+
+    alone: int = 0
+    with_system: int = 0
+    further_pair: int = 0
+
+    def conversation(self, messages: int, *, system: bool) -> int:
+        """Return the tokens added to this many messages, a system message included."""
+        added, first = (self.with_system, 2) if system else (self.alone, 1)
+        return added + -(-self.further_pair * max(messages - first, 0) // 2)
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """An engine's share of the machine.
 

@@ -168,7 +168,7 @@ class AutoProfile:
             self._client.give_way()
             self._idle(State.WAITING, ELSEWHERE)
             return
-        states = {tier.state for tier in self._fleet.snapshot().tiers}
+        states = {tier.status for tier in self._fleet.snapshot().tiers}
         if ReplicaStatus.READY not in states or not states <= SETTLED:
             self._client.give_way()
             self._idle(State.WAITING, "tiers are starting")

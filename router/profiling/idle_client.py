@@ -91,13 +91,13 @@ class IdleClient:
             identities={name: spec.identity for name, spec in ready.items()},
             checkpoints={spec.name: spec.identity for spec in fleet.specs},
             replicas={
-                name: sum(r.spec.name is name and r.state is ReplicaStatus.READY for r in fleet.replicas)
+                name: sum(r.spec.name is name and r.state.status is ReplicaStatus.READY for r in fleet.replicas)
                 for name in ready
             },
             max_num_seqs={name: spec.max_num_seqs for name, spec in ready.items()},
             max_model_len={name: spec.max_model_len for name, spec in ready.items()},
-            in_flight=sum(r.in_flight for r in fleet.replicas),
-            served=sum(r.served for r in fleet.replicas),
+            in_flight=sum(r.state.in_flight for r in fleet.replicas),
+            served=sum(r.state.served for r in fleet.replicas),
             adapters={name: spec.adapters for name, spec in ready.items()},
         )
 
@@ -185,7 +185,7 @@ class IdleClient:
         return self._client.build_request(
             "POST",
             f"{replica.url}{path}",
-            json={**body, "model": replica.serving(adapter), **priority},
+            json={**body, "model": adapter or replica.model, **priority},
             headers=headers,
         )
 
@@ -233,6 +233,6 @@ class IdleClient:
         replicas = self._fleet.replicas
         return (
             self._served()
-            or sum(r.in_flight for r in replicas) > len(self._leases)
-            or any(r.state in _STARTING for r in replicas)
+            or sum(r.state.in_flight for r in replicas) > len(self._leases)
+            or any(r.state.status in _STARTING for r in replicas)
         )

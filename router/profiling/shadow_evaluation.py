@@ -144,7 +144,7 @@ class ShadowEvaluation:
         """Check samples while the engines are idle, until cancelled."""
         quiet = 0
         while True:
-            quiet = 0 if any(r.in_flight for r in self._fleet.replicas) else quiet + 1
+            quiet = 0 if any(r.state.in_flight for r in self._fleet.replicas) else quiet + 1
             if self._samples and quiet > QUIET_LOOKS:
                 await self._check(self._samples.popleft())
             else:

@@ -258,7 +258,7 @@ class Telemetry:
         """Start one upstream attempt (GenAI semantic conventions); the caller ends it."""
         hop = Hop(
             operation=request.operation,
-            model=replica.serving(request.adapter),
+            model=request.adapter or replica.model,
             url=replica.url,
             began=time.monotonic(),
             tier=tier,

@@ -135,5 +135,5 @@ async def two_routers(tmp_path: Path) -> AsyncIterator[Routers]:
         identities = {spec.name: spec.identity for spec in fleet.specs}
         profile = tmp_path / "second/profiles" / latency_name(identities, fleet.machine)
         profile.write_text(speed(identities, fleet.machine).model_dump_json())
-        await until(lambda: all(r.speed is not None and r.speed.under_load for r in fleet.replicas))
+        await until(lambda: all(r.state.speed is not None and r.state.speed.under_load for r in fleet.replicas))
         yield Routers(stacks, key=key)

@@ -14,8 +14,7 @@ from router.telemetry.tracing import Telemetry
 from tests.fakes.engine import serving
 from tiers.fleet import Fleet
 from tiers.replica import Replica
-from tiers.snapshot import TemplateTokens
-from tiers.spec import ReplicaStatus, TierName, TierSpec
+from tiers.spec import ReplicaStatus, TemplateTokens, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

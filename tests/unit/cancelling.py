@@ -279,8 +279,8 @@ class CutRouter:
         transports = (upstream._transport, upstream._passing_transport)
         tasks = _tasks() - self._usual
         found = {
-            "leases": sum(r.in_flight for r in replicas),
-            "tokens on replicas": sum(r.prompt_tokens + r.output_tokens + r.kv_tokens_held for r in replicas),
+            "leases": sum(r.state.in_flight for r in replicas),
+            "tokens on replicas": sum(r.state.prompt_tokens + r.output_tokens + r.state.kv.held for r in replicas),
             "probes": sum(r.breaker._held_until is not None for r in replicas),
             "places of keys": pipeline.admission._held.total(),
             "waiting": pipeline.admission.waiting,
@@ -356,7 +356,7 @@ async def cut_router(folder: Path, redis_url: str = "") -> AsyncIterator[CutRout
         stack = await cleanup.enter_async_context(router_stack(folder, settings, tracing))
         generate = _endpoint(stack.app)
         async with asyncio.timeout(60):
-            while any(r.speed is None for r in stack.fleet.replicas):
+            while any(r.state.speed is None for r in stack.fleet.replicas):
                 await asyncio.sleep(0.02)
         engines: dict[TierName | str, Behaviour] = {**stack.engines, "embeddings": embeddings}
         router = CutRouter(stack, engines, spans, key, generate)

@@ -80,11 +80,11 @@ async def own_engines(
     ]
     fleet = Fleet(specs)
     own = Own(fleet, Supervisor(fleet, SupervisorOptions(tmp_path / "logs", stop_grace_s=2, **options)), file)
-    own.supervisor._on_change = lambda r: own.seen.append((r.id, r.state, r.detail))
+    own.supervisor._on_change = lambda r: own.seen.append((r.id, r.state.status, r.state.detail))
     own.supervisor.start(launches)
     try:
         settled = {ReplicaStatus.READY} if ready else {ReplicaStatus.FAILED}
-        await until(lambda: all(r.state in settled for r in fleet.replicas))
+        await until(lambda: all(r.state.status in settled for r in fleet.replicas))
         yield own
     finally:
         await own.supervisor.stop()

@@ -9,7 +9,7 @@ from classifier import PromptClass, PromptFeatures
 from router.policy.decision import Basis, Choice, Decision, Estimate, PolicyParameters, Query
 from router.policy.losses import NO_LOSS
 from router.telemetry.record import Outcome, RequestRecord
-from tiers.snapshot import Expectation
+from tiers.choice import Expectation
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
 
 

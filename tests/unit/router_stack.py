@@ -50,7 +50,7 @@ class Stack:
         return await self.client.post(f"{self.url}/generate", json={"prompt": "hi", **body})
 
     def leases(self) -> int:
-        return sum(r.in_flight + r.prompt_tokens + r.output_tokens for r in self.fleet.replicas)
+        return sum(r.state.in_flight + r.state.prompt_tokens + r.output_tokens for r in self.fleet.replicas)
 
 
 @asynccontextmanager
@@ -95,7 +95,7 @@ async def router_stack(
         supervisor.start([], specs)
         cleanup.push_async_callback(supervisor.stop)
         async with asyncio.timeout(60):
-            while not all(r.state is ReplicaStatus.READY for r in fleet.replicas):
+            while not all(r.state.status is ReplicaStatus.READY for r in fleet.replicas):
                 await asyncio.sleep(0.01)
         for behaviour in (*engines.values(), *twins):
             behaviour.requests.clear()

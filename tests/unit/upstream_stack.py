@@ -65,7 +65,9 @@ class UpstreamStack:
         return answer
 
     def held(self) -> int:
-        return sum(r.in_flight + r.slots + r.prompt_tokens + r.output_tokens for r in self.fleet.replicas)
+        return sum(
+            r.state.in_flight + r.state.slots + r.state.prompt_tokens + r.output_tokens for r in self.fleet.replicas
+        )
 
     def asked(self) -> list[int]:
         return [len(engine.requests) for engine in self.engines.values()]
@@ -86,7 +88,7 @@ async def upstream_stack(
         )
         fleet = Fleet(specs)
         for spec in specs:
-            fleet.add(Replica(f"{spec.name}-0", spec, spec.urls[0], "", "fake", state=ReplicaStatus.READY))
+            fleet.add(Replica(f"{spec.name}-0", spec, spec.urls[0], "", "fake", status=ReplicaStatus.READY))
         policy, telemetry = PolicyStore(settings.policy, fleet), telemetry or Telemetry(None)
         upstream = Upstream(fleet, EngineTransport(), settings.upstream, telemetry, policy)
         cleanup.push_async_callback(upstream.aclose)

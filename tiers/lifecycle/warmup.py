@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tiers.errors import ProbeError, RefusedError, WarmupFailed
 from tiers.probe import CHAT, COMPLETIONS
-from tiers.snapshot import TemplateTokens
+from tiers.spec import TemplateTokens
 from tiers.speed import SpeedModel
 
 if TYPE_CHECKING:

@@ -300,7 +300,7 @@ async def test_streams_that_are_kept_end_with_the_router(tmp_path: Path) -> None
         await some(stack, 2)
         fleet = stack.fleet
         assert behaviour.running == 1
-    assert all(replica.in_flight == 0 for replica in fleet.replicas)
+    assert all(replica.state.in_flight == 0 for replica in fleet.replicas)
     await until(lambda: behaviour.running == 0)
 
 

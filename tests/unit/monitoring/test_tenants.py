@@ -136,7 +136,7 @@ async def test_a_shared_trace_shows_each_key_its_part(tmp_path: Path) -> None:
 async def test_a_key_does_not_see_where_engines_are(tmp_path: Path) -> None:
     """The fleet's shape, states and numbers are for every key; addresses, processes and what quotes them for operators."""
     async with tenants(tmp_path) as world:
-        world.stack.fleet.replicas[0].detail = f"no answer from {world.stack.fleet.replicas[0].url}"
+        world.stack.fleet.replicas[0].update(detail=f"no answer from {world.stack.fleet.replicas[0].url}")
         plain, whole = [(await world.get(name, "/tiers")).json() for name in ("alice", "boss")]
         assert "127.0.0.1" not in json.dumps(plain)
         assert json.dumps(whole).count("127.0.0.1") >= 6

@@ -34,7 +34,7 @@ def narrow(**admission: Any) -> dict[str, Any]:
 async def busy(stack: Stack) -> asyncio.Task[httpx.Response]:
     stack.engines[FAST].delay_s = 0.05
     task = asyncio.create_task(stack.generate(stream=False))
-    while not stack.fleet.replicas[0].in_flight:
+    while not stack.fleet.replicas[0].state.in_flight:
         await asyncio.sleep(0.005)
     return task
 
@@ -149,7 +149,7 @@ async def test_a_wait_has_an_end(tmp_path: Path) -> None:
     async with router_stack(tmp_path, narrow(max_wait_s={"standard": 1.2})) as stack:
         stack.engines[FAST].delay_s = 3600
         first = asyncio.create_task(stack.generate(stream=False))
-        while not stack.fleet.replicas[0].in_flight:
+        while not stack.fleet.replicas[0].state.in_flight:
             await asyncio.sleep(0.005)
         refused = await stack.generate()
         assert refused.status_code == 503
@@ -268,7 +268,7 @@ def test_long_prompts_wait_while_the_cache_is_full() -> None:
     """From 88 % on they do, and until it is below 79.2 %; short ones do not."""
     spec = TierSpec(FAST, 2048, 16, 32)
     fleet = Fleet((spec,), options=FleetOptions(long_prompt_tokens=100))
-    replica = fleet.add(Replica("fast-0", spec, "u", "", "m", state=ReplicaStatus.READY))
+    replica = fleet.add(Replica("fast-0", spec, "u", "", "m", status=ReplicaStatus.READY))
     for usage, open_to_long in ((0.87, True), (0.88, False), (0.80, False), (0.79, True), (0.87, True)):
         replica.note_gauges(Gauges(1, 0, usage))
         lease = fleet.lease(FAST, prompt_tokens=101, max_tokens=1)
@@ -287,7 +287,7 @@ def test_tokens_are_limited_as_well_as_requests() -> None:
     """What requests hold of the KV cache is counted when they come, and a lone request is never turned away."""
     spec = TierSpec(FAST, 2048, 16, 32)
     fleet = Fleet((spec,))
-    replica = fleet.add(Replica("fast-0", spec, "u", "", "m", state=ReplicaStatus.READY))
+    replica = fleet.add(Replica("fast-0", spec, "u", "", "m", status=ReplicaStatus.READY))
     replica.note_gauges(Gauges(0, 0, 0.0, 1000))
     first = fleet.lease(FAST, prompt_tokens=1500, max_tokens=100)
     assert first is not None
@@ -295,7 +295,7 @@ def test_tokens_are_limited_as_well_as_requests() -> None:
     assert fleet.lease(FAST, prompt_tokens=10, max_tokens=10, over_limit=True) is not None
     first.release()
     assert fleet.lease(FAST, prompt_tokens=10, max_tokens=10) is not None
-    assert replica.kv_tokens_held == 40
+    assert replica.state.kv.held == 40
 
 
 async def test_no_wait_where_nothing_can_come(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ async def test_no_wait_where_nothing_can_come(tmp_path: Path) -> None:
     async with router_stack(tmp_path, narrow()) as stack:
         stack.engines[FAST].stall_after = 1
         first = asyncio.create_task(stack.generate())
-        while not stack.fleet.replicas[0].in_flight:
+        while not stack.fleet.replicas[0].state.in_flight:
             await asyncio.sleep(0.005)
         answer = await stack.generate(prompt="word " * 3000)
         assert answer.status_code == 422

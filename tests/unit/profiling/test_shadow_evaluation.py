@@ -77,7 +77,7 @@ async def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: floa
         running.cancel()
         await asyncio.wait({running})
         await upstream.aclose()
-        assert all(replica.in_flight == 0 for replica in fleet.replicas)
+        assert all(replica.state.in_flight == 0 for replica in fleet.replicas)
 
 
 def test_drift_is_of_the_last_answers_and_of_those_that_can_be_compared() -> None:
