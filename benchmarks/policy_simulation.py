@@ -141,11 +141,11 @@ class _Replica:
 
     @property
     def ttft_trend(self) -> Trend:
-        return self.seen.ttft_trend if self.seen and self.trends else Trend(0.0, self.speed.ttft_spread**2, 0.0)
+        return self.seen.trends.ttft if self.seen and self.trends else Trend(0.0, self.speed.ttft_spread**2, 0.0)
 
     @property
     def tpot_trend(self) -> Trend:
-        return self.seen.tpot_trend if self.seen and self.trends else Trend(0.0, self.speed.tpot_spread**2, 0.0)
+        return self.seen.trends.tpot if self.seen and self.trends else Trend(0.0, self.speed.tpot_spread**2, 0.0)
 
     def rate(self, now: float) -> float:
         """Return the recent arrival rate, in prompt tokens a millisecond."""

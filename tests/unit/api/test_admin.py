@@ -142,4 +142,4 @@ async def test_a_wrong_body_names_its_fields(tmp_path: Path) -> None:
             answer = await stack.client.post(f"{stack.url}/admin/replicas{path}", json=body)
             assert answer.status_code == 400, body
             assert [(each["field"], each["allowed"]) for each in answer.json()["errors"]] == wrong
-        assert [replica.state for replica in stack.fleet.replicas] == [ReplicaStatus.READY] * 3
+        assert [replica.state.status for replica in stack.fleet.replicas] == [ReplicaStatus.READY] * 3

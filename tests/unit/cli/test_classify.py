@@ -85,5 +85,5 @@ def test_the_idle_fleet_has_a_ready_replica_in_each_tier() -> None:
     assert [tier.spec.name for tier in fleet.tiers] == list(STANDARD_TIERS)
     assert [tier.spec.max_model_len for tier in fleet.tiers] == [100, 4096, 8192]
     assert fleet.tiers[0].spec.max_in_flight == 3
-    assert {r.state for tier in fleet.tiers for r in tier.replicas} == {ReplicaStatus.READY}
+    assert {r.status for tier in fleet.tiers for r in tier.replicas} == {ReplicaStatus.READY}
     assert {r.in_flight for tier in fleet.tiers for r in tier.replicas} == {0}

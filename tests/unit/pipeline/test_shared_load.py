@@ -81,20 +81,20 @@ async def test_what_one_router_has_the_others_count(redis_server: RedisServer) -
     async with routers(redis_server.url) as (one, other):
         leases = [one.lease(FAST, prompt_tokens=10, max_tokens=5, exclude={"fast-1"}) for _ in range(3)]
         assert leases.pop() is None  # two routers have two places each
-        await until(lambda: other.replicas[0].others == PeerLoad(2, 20, 10, 30))
+        await until(lambda: other.replicas[0].others.counted == PeerLoad(2, 20, 10, 30))
         assert other.replicas[0].state.load.sequences == 2
         assert other.replicas[0].state.limit == 2
         for lease in leases:
             assert lease is not None
             lease.release()
-        await until(lambda: other.replicas[0].others == PeerLoad())
+        await until(lambda: other.replicas[0].others.counted == PeerLoad())
 
 
 async def test_known_requests_are_not_taken_for_strangers(redis_server: RedisServer) -> None:
     """What the engine's gauges tell of is counted once, though another router sent it."""
     async with routers(redis_server.url) as (one, other):
         assert one.lease(FAST, prompt_tokens=10, max_tokens=5, exclude={"fast-1"}) is not None
-        await until(lambda: other.replicas[0].others.slots == 1)
+        await until(lambda: other.replicas[0].others.counted.slots == 1)
         for _ in range(FOREIGN_POLLS):
             other.replicas[0].note_gauges(Gauges(1, 0, 0.1))
         assert other.replicas[0].state.load.sequences == 1
@@ -170,15 +170,15 @@ async def test_without_redis_each_goes_by_its_own_view(redis_server: RedisServer
     """When Redis stops answering the others are forgotten; when it is back, they count again."""
     async with routers(redis_server.url) as (one, other):
         assert one.lease(FAST, prompt_tokens=10, max_tokens=5, exclude={"fast-1"}) is not None
-        await until(lambda: other.replicas[0].others.slots == 1)
+        await until(lambda: other.replicas[0].others.counted.slots == 1)
         redis_server.pause()
         try:
-            await until(lambda: other.replicas[0].others == NO_PEERS)
+            await until(lambda: other.replicas[0].others.counted == NO_PEERS)
             await until(lambda: other.replicas[0].state.limit == LIMIT // 2)
             assert other.lease(FAST, prompt_tokens=1, max_tokens=1) is not None
         finally:
             redis_server.resume()
-        await until(lambda: other.replicas[0].others.slots == 1)
+        await until(lambda: other.replicas[0].others.counted.slots == 1)
 
 
 BREAK = {
@@ -198,17 +198,17 @@ async def test_an_error_reply_is_an_outage_and_no_more(redis_server: RedisServer
     async with admin(redis_server.url) as operator, routers(redis_server.url) as (one, other):
         lease = one.lease(FAST, prompt_tokens=10, max_tokens=5, exclude={"fast-1"})
         assert lease is not None
-        await until(lambda: other.replicas[0].others.slots == 1)
+        await until(lambda: other.replicas[0].others.counted.slots == 1)
         wrong, right = BREAK[how]
         await operator.execute_command(*wrong)
         try:
-            await until(lambda: other.replicas[0].others == NO_PEERS)
+            await until(lambda: other.replicas[0].others.counted == NO_PEERS)
             await until(lambda: other.replicas[0].state.limit == LIMIT // 2)
         finally:
             await operator.execute_command(*right)
-        await until(lambda: other.replicas[0].others.slots == 1)
+        await until(lambda: other.replicas[0].others.counted.slots == 1)
         lease.release()
-        await until(lambda: other.replicas[0].others == PeerLoad())
+        await until(lambda: other.replicas[0].others.counted == PeerLoad())
 
 
 async def test_a_redis_that_was_emptied_knows_nobody_and_gives_nothing_away(redis_server: RedisServer) -> None:
@@ -307,8 +307,8 @@ async def test_a_router_that_leaves_is_forgotten(redis_server: RedisServer) -> N
     async with routers(redis_server.url) as (one, _):
         async with routers(redis_server.url, 1) as (third,):
             assert third.lease(FAST, prompt_tokens=10, max_tokens=5) is not None
-            await until(lambda: sum(r.others.slots for r in one.replicas) == 1)
-        await until(lambda: sum(r.others.slots for r in one.replicas) == 0)
+            await until(lambda: sum(r.others.counted.slots for r in one.replicas) == 1)
+        await until(lambda: sum(r.others.counted.slots for r in one.replicas) == 0)
 
 
 async def test_the_share_of_a_router_that_died_comes_back(redis_server: RedisServer) -> None:

@@ -163,7 +163,7 @@ async def test_an_engine_that_answers_otherwise_is_quarantined(tmp_path: Path) -
         assert "If the answers are meant to differ, record them anew: qarr tiers record fast. " in detail
         assert "'qarr tiers resume fast-0' checks it again, and so does a restart where it runs" in detail
         assert watched.fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
-        assert watched.fleet.snapshot().tier(FAST).state is QUARANTINED
+        assert watched.fleet.snapshot().tier(FAST).status is QUARANTINED
         asked = len(behaviour.requests)
         for _ in range(5):
             await asyncio.sleep(0.02)
@@ -302,12 +302,12 @@ async def test_the_last_engine_of_a_tier_serves_on_however_slow(
     caplog.set_level(logging.WARNING, "qarr.tiers")
     async with elsewhere(tmp_path, Behaviour(), watchdog=SLOW) as watched:
         (only,) = watched.fleet.replicas
-        await until(lambda: only.speed is not None)
+        await until(lambda: only.state.speed is not None)
         slow_down(only)
         await until(lambda: "fast-0 serves on, as the last ready one of its tier" in caplog.text)
         for _ in range(10):
             await asyncio.sleep(0.02)
-        assert only.state is ReplicaStatus.READY
+        assert only.state.status is ReplicaStatus.READY
         assert caplog.text.count("serves on") == 1
 
 

@@ -164,4 +164,4 @@ async def settled(tmp_path: Path, *behaviours: Behaviour) -> dict[ReplicaStatus,
     """Watch engines until each is ready or failed; return what is told of a replica in either state."""
     async with watching(tmp_path, *behaviours) as fleet:
         await until(lambda: all(r.state.status in {ReplicaStatus.READY, ReplicaStatus.FAILED} for r in fleet.replicas))
-        return {replica.state: replica.state.detail or "" for replica in fleet.replicas}
+        return {replica.state.status: replica.state.detail or "" for replica in fleet.replicas}
