@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import wraps
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.table import Table
 
     from router.settings import Settings
     from tiers.spec import TierName
 
+T = TypeVar("T")
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="TOML settings file.", envvar="QARR_CONFIG", metavar="FILE")
@@ -29,6 +34,21 @@ CalibrationOption = Annotated[
     typer.Option("--calibration", help='Your own prompts for AWQ: JSON lines with a "text" field.', metavar="FILE"),
 ]
 SHORTEST_ID = 6  # characters of a trace or request id that find it
+
+
+def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Make a command of a function that takes one dataclass: its fields are the command's arguments and options."""
+
+    def command(function: Callable[[T], None]) -> Callable[..., None]:
+        @wraps(function)
+        def run(**given: Any) -> None:
+            function(options(**given))
+
+        run.__signature__ = signature(options, eval_str=True)  # type: ignore[attr-defined]  # typer reads it
+        run.__annotations__ = {}
+        return run
+
+    return command
 
 
 def fail(text: str) -> NoReturn:
