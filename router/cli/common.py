@@ -76,6 +76,18 @@ def clock(started: float) -> str:
     return f"{time.monotonic() - started:6.1f} s"
 
 
+class Progress:
+    """Says lines on standard error, with the seconds since its start; a repeated line is left out."""
+
+    def __init__(self) -> None:
+        self._started, self._last = time.monotonic(), ""
+
+    def __call__(self, line: str) -> None:
+        if line != self._last:
+            err.print(f"{clock(self._started)} {plain(line)}")
+            self._last = line
+
+
 def plain(text: str) -> str:
     """Keep rich from reading brackets as markup."""
     return text.replace("[", "\\[")
