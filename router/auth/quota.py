@@ -137,7 +137,7 @@ class Quotas:
             OverQuota: The quota does not allow the request now.
         """
         quota = caller.quota
-        if quota.unlimited:
+        if quota is None:
             return None
         limit = quota.tokens_per_minute
         if limit is not None and tokens > limit:
@@ -152,7 +152,9 @@ class Quotas:
             raise
         headers.update(limit_headers(quota, usage))
         if usage.denied is not None:
-            raise OverQuota(usage.denied, quota.limits[usage.denied] or 0, tokens, usage.wait_s)
+            raise OverQuota(
+                usage.denied, dict(zip(_UNITS, quota, strict=True))[usage.denied] or 0, tokens, usage.wait_s
+            )
         self._slots[caller.key_id].add(slot)
         return Grant(self, ledger, Refund(caller.key_id, usage.second, 1, tokens, slot))
 
@@ -297,13 +299,13 @@ def window_usage(quota: Quota, seconds: Mapping[int, Sequence[int]], slots: int,
     """Tell whether one more request is within a quota, and what will be used; ``seconds``: requests and tokens by second."""
     denied: Resource
     requests_used, tokens_used = (sum(used[i] for used in seconds.values()) for i in (0, 1))
-    limits = quota.limits
-    if limits["concurrent"] is not None and slots >= limits["concurrent"]:
+    most_requests, most_tokens, most_slots = quota
+    if most_slots is not None and slots >= most_slots:
         denied, wait_s = "concurrent", 1.0
-    elif limits["requests"] is not None and requests_used >= limits["requests"]:
-        denied, wait_s = "requests", _wait_s(seconds, 0, requests_used + 1 - limits["requests"], now)
-    elif limits["tokens"] is not None and tokens_used + tokens > limits["tokens"]:
-        denied, wait_s = "tokens", _wait_s(seconds, 1, tokens_used + tokens - limits["tokens"], now)
+    elif most_requests is not None and requests_used >= most_requests:
+        denied, wait_s = "requests", _wait_s(seconds, 0, requests_used + 1 - most_requests, now)
+    elif most_tokens is not None and tokens_used + tokens > most_tokens:
+        denied, wait_s = "tokens", _wait_s(seconds, 1, tokens_used + tokens - most_tokens, now)
     else:
         clear_s = int(now) + WINDOW_S + 1 - now
         return Usage(None, requests_used + 1, tokens_used + tokens, slots + 1, clear_s, int(now))
@@ -416,7 +418,7 @@ class RedisLedger:
             TimeoutError: It was too late, by Redis' clock.
         """
         due = time.monotonic() + REDIS_TIMEOUT_S
-        numbers = [-1 if limit is None else limit for limit in quota.limits.values()]
+        numbers = [-1 if limit is None else limit for limit in quota]
         for _ in range(2):  # where Redis' clock was set ahead, the second try knows it
             until = await self._clock.when(self._redis, due)
             denied, requests, used, slots, wait, second, shown = await self._take(

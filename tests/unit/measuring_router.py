@@ -14,7 +14,7 @@ import httpx
 from classifier import EstimatingCounter
 from router.api.problems import refusal
 from router.app import wire_router
-from router.auth.api_keys import KeyStore
+from router.auth.access import KeyStore
 from router.profiling import auto_profile
 from router.profiling.profile_files import JOURNAL
 from router.server.http_protocol import protocol_for

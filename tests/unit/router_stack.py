@@ -14,7 +14,7 @@ import httpx
 from classifier import EstimatingCounter
 from router.api.problems import refusal
 from router.app import wire_router
-from router.auth.api_keys import KeyStore
+from router.auth.access import KeyStore
 from router.deployment.options import fleet_options
 from router.reload import Reloads
 from router.server.http_protocol import protocol_for

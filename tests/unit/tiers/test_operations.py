@@ -13,7 +13,7 @@ import pytest
 
 from classifier import EstimatingCounter
 from router.app import wire_router
-from router.auth.api_keys import KeyStore
+from router.auth.access import KeyStore
 from router.settings import load_settings
 from router.telemetry.tracing import Telemetry
 from tests.fakes.engine import serving
