@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from router.cli.client import RouterApiClient, is_alone, with_router
-from router.cli.common import print_table
+from router.cli.client import RouterApiClient, is_alone
+from router.cli.common import print_table, with_options
 from tiers.errors import OperationError
 from tiers.spec import TierName
 
@@ -30,16 +30,18 @@ TierOption = Annotated[
 
 
 @adapters_app.callback(invoke_without_command=True)
-@with_router
-def adapters_list(router: RouterApiClient, context: typer.Context) -> None:
+@with_options
+def adapters_list(context: typer.Context, *, router: RouterApiClient) -> None:
     """Show the LoRA adapters of the running fleet; load and unload them."""
     if is_alone(context):
         _print_adapters(router.ask("/tiers")["tiers"])
 
 
 @adapters_app.command("load")
-@with_router
-def adapters_load(router: RouterApiClient, name: NameArgument, folder: PathArgument, tier: TierOption = None) -> None:
+@with_options
+def adapters_load(
+    name: NameArgument, folder: PathArgument, tier: TierOption = None, *, router: RouterApiClient
+) -> None:
     """Load an adapter into running engines. They need `lora.at_run_time`, and load it again after each restart.
 
     A restart of `qarr up` forgets it: name it in `lora.adapters` to keep it.
@@ -49,8 +51,8 @@ def adapters_load(router: RouterApiClient, name: NameArgument, folder: PathArgum
 
 
 @adapters_app.command("unload")
-@with_router
-def adapters_unload(router: RouterApiClient, name: NameArgument) -> None:
+@with_options
+def adapters_unload(name: NameArgument, *, router: RouterApiClient) -> None:
     """Unload an adapter from all engines that have it. Requests for it are refused from then on."""
     _report(router.ask(f"/admin/adapters/{name}", "DELETE", timeout_s=LOAD_S))
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ssl
 from contextlib import suppress
-from functools import cached_property, wraps
-from inspect import Signature, signature
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 import httpx
@@ -16,7 +15,6 @@ from router.settings import SettingsError, load_settings
 from tiers.errors import OperationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from router.settings import Settings, TlsSettings
@@ -72,21 +70,6 @@ class RouterApiClient:
         return OperationError(
             f"no router answers at {self.url} ({type(error).__name__}): 'make up' starts one, --url names another"
         )
-
-
-def with_router(function: Callable[..., None]) -> Callable[..., None]:
-    """Make a command of a function whose first parameter is a client: it gets --url, --key and --config for that."""
-    named = signature(RouterApiClient, eval_str=True).parameters
-    _, *own = signature(function, eval_str=True).parameters.values()
-
-    @wraps(function)
-    def run(**given: Any) -> None:
-        router = RouterApiClient(**{name: given.pop(name) for name in named})
-        function(router, **given)
-
-    run.__signature__ = Signature([*own, *named.values()])  # type: ignore[attr-defined]  # typer reads it
-    run.__annotations__ = {}
-    return run
 
 
 def find_router(url: str, config: Path | None = None) -> tuple[str, ssl.SSLContext | bool]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from functools import wraps
-from inspect import signature
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from router.settings import Settings
     from tiers.spec import TierName
 
-T = TypeVar("T")
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="TOML settings file.", envvar="QARR_CONFIG", metavar="FILE")
@@ -36,19 +35,27 @@ CalibrationOption = Annotated[
 SHORTEST_ID = 6  # characters of a trace or request id that find it
 
 
-def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Make a command of a function that takes one dataclass: its fields are the command's arguments and options."""
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command with an option for each argument of its parameters ``options`` and ``router``, which it makes."""
+    shown: list[Parameter] = []
+    groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
+    for each in signature(command, eval_str=True).parameters.values():
+        if each.name in {"options", "router"}:
+            parts = signature(each.annotation, eval_str=True).parameters
+            groups[each.name] = each.annotation, list(parts)
+            shown += parts.values()
+        else:
+            shown.append(each)
 
-    def command(function: Callable[[T], None]) -> Callable[..., None]:
-        @wraps(function)
-        def run(**given: Any) -> None:
-            function(options(**given))
+    @wraps(command)
+    def run(**given: Any) -> None:
+        made = {name: make(**{part: given.pop(part) for part in parts}) for name, (make, parts) in groups.items()}
+        command(**made, **given)
 
-        run.__signature__ = signature(options, eval_str=True)  # type: ignore[attr-defined]  # typer reads it
-        run.__annotations__ = {}
-        return run
-
-    return command
+    expanded = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in shown]
+    run.__signature__ = Signature(expanded)  # type: ignore[attr-defined]  # typer reads it
+    run.__annotations__ = {}
+    return run
 
 
 def fail(text: str) -> NoReturn:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from router.cli.common import ConfigOption, output, print_table, takes
+from router.cli.common import ConfigOption, output, print_table, with_options
 from router.deployment.layout import prepare_options, speed_machine
 from router.policy.profiles import latency_name, load_latency
 from router.settings import load_settings
@@ -95,7 +95,7 @@ class Options:
     config: ConfigOption = None
 
 
-@takes(Options)
+@with_options
 def plan(options: Options) -> None:
     """Tell what a model needs, how many engines carry a load, and what they cost. No weights are read."""
     settings = load_settings(options.config)

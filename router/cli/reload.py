@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import typer
 
-from router.cli.client import RouterApiClient, with_router
+from router.cli.client import RouterApiClient  # noqa: TC001  typer reads it
+from router.cli.common import with_options
 
 
-@with_router
+@with_options
 def reload(router: RouterApiClient) -> None:
     """Have the running router take over its changed settings, without a restart: all of them, or none.
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from router.cli.client import RouterApiClient, is_alone, with_router
-from router.cli.common import ConfigOption, Progress, check_tier, print_table
+from router.cli.client import RouterApiClient, is_alone
+from router.cli.common import ConfigOption, Progress, check_tier, print_table, with_options
 from router.deployment.layout import speed_machine
 from router.deployment.options import make_canary
 from router.settings import load_settings
@@ -41,19 +41,19 @@ EngineArgument = Annotated[str, typer.Argument(metavar="URL", help="Of the engin
 
 
 @tiers_app.callback(invoke_without_command=True)
-@with_router
-def tiers_list(router: RouterApiClient, context: typer.Context) -> None:
+@with_options
+def tiers_list(context: typer.Context, *, router: RouterApiClient) -> None:
     """Show the running fleet; add, remove, drain, resume, restart and recycle its replicas."""
     if is_alone(context):
         _print_fleet(router.ask("/tiers"))
 
 
 def _operation(kind: Kind) -> Callable[..., None]:
-    def operate(router: RouterApiClient, target: TargetArgument) -> None:
+    def operate(target: TargetArgument, *, router: RouterApiClient) -> None:
         for replica in _replicas(router.ask("/tiers"), target):
             _follow(router, kind, replica)
 
-    return with_router(operate)
+    return with_options(operate)
 
 
 for _kind, _help in OPERATIONS.items():
@@ -62,8 +62,8 @@ TierArgument = Annotated[TierName, typer.Argument(parser=TierName, metavar="TIER
 
 
 @tiers_app.command("add")
-@with_router
-def tiers_add(router: RouterApiClient, tier: TierArgument, engine: EngineArgument) -> None:
+@with_options
+def tiers_add(tier: TierArgument, engine: EngineArgument, *, router: RouterApiClient) -> None:
     """Add an engine that runs elsewhere to a tier. It is warmed up and compared before it gets requests.
 
     A restart of the router forgets it: name it in `tiers.<name>.urls` or in `discovery.file` to keep it.
@@ -82,11 +82,12 @@ def tiers_add(router: RouterApiClient, tier: TierArgument, engine: EngineArgumen
 
 
 @tiers_app.command("remove")
-@with_router
+@with_options
 def tiers_remove(
-    router: RouterApiClient,
     replica: Annotated[str, typer.Argument(metavar="REPLICA", help="Its id, or its engine's URL.")],
     now: Annotated[bool, typer.Option("--now", help="Do not wait for open requests.")] = False,
+    *,
+    router: RouterApiClient,
 ) -> None:
     """Drain an engine that runs elsewhere, and forget it. The engine itself goes on running.
 

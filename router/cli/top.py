@@ -16,8 +16,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from router.cli.client import KEY_NEEDED, RouterApiClient, with_router
-from router.cli.common import output, printable
+from router.cli.client import KEY_NEEDED, RouterApiClient
+from router.cli.common import output, printable, with_options
 from router.policy.losses import one_in
 from router.telemetry.logs import shown_ms
 from tiers.errors import OperationError
@@ -36,10 +36,11 @@ OUTCOMES = {"ok": "green", "refused": "yellow", "error": "bold red", "client_gon
 NEARLY_FULL = 0.88  # of the KV cache
 
 
-@with_router
+@with_options
 def top(
-    router: RouterApiClient,
     once: Annotated[bool, typer.Option("--once", help="Print how it is now, as text, and end.")] = False,
+    *,
+    router: RouterApiClient,
 ) -> None:
     """Show live tiers and requests until Ctrl-C."""
     records: deque[dict[str, Any]] = deque(maxlen=KEPT_RECORDS)
