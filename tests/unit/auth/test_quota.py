@@ -380,29 +380,8 @@ async def test_what_is_used_beyond_counts_when_it_is_used(redis_server: RedisSer
         await quotas.aclose()
 
 
-async def test_a_client_that_leaves_at_the_door_leaves_no_slot(redis_server: RedisServer) -> None:
-    """Whenever a request is cancelled, its slot and its counts are there for the next one."""
-    quotas = Quotas(redis_server.url)
-    who = caller("leaver", requests=1000, at_once=1)
-    try:
-        for turn in range(100):
-            entering = asyncio.create_task(quotas.enter(who, 1, {}))
-            for _ in range(turn % 12):
-                await asyncio.sleep(0)
-            entering.cancel()
-            try:
-                grant = await entering
-            except asyncio.CancelledError:
-                continue
-            assert grant is not None
-            await grant.settle(None)
-        assert await quotas.enter(who, 1, {})
-    finally:
-        await quotas.aclose()
-
-
 async def test_a_client_that_is_cancelled_twice_leaves_no_slot(redis_server: RedisServer) -> None:
-    """A request that is cancelled again while its slot is given back leaves nothing either."""
+    """Whenever it is cancelled, and again while its slot is given back: slot and counts are there for the next one."""
     who = caller("twice cancelled", requests=1000, at_once=1)
     async with sharing(redis_server) as (quotas, operator):
         for turn in range(100):
