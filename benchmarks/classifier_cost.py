@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
-from classifier import TokenCounter, extract
+from classifier import ModelTokenCounter, extract
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True, help="a model's tokenizer.json")
     parser.add_argument("--prompts", type=int, default=200, help="prompts of each length (default: 200)")
     options = parser.parse_args()
-    counter = TokenCounter.from_file(options.tokenizer)
+    counter = ModelTokenCounter.from_file(options.tokenizer)
     reference = Tokenizer.from_file(str(options.tokenizer))
     print(f"counting with {counter.backend}; microseconds a prompt: median / 95th percentile")
     print(f"{'chars':>6} {'classify, with count':>21} {'count alone':>19} {'tokenizers alone':>19} {'ratio':>6}")

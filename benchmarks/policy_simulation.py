@@ -21,7 +21,7 @@ from router.policy.decision import Refusal
 from router.policy.profiles import ProfileError
 from tiers.choice import Ask
 from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TierSnapshot
-from tiers.spec import ReplicaState
+from tiers.spec import ReplicaStatus
 from tiers.speed import ALWAYS_MS, BUSY_MEMORY_S, MOST_BESIDE, PREFILL_MEMORY_MS, Load, Trend
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ class _Replica:
             id=self.id,
             url="",
             pid=None,
-            state=ReplicaState.READY,
+            state=ReplicaStatus.READY,
             detail=None,
             in_flight=len(self.requests),
             prompt_tokens_outstanding=load.prompt_tokens,

@@ -1,9 +1,9 @@
 """Prompts in, features out. Knows nothing of HTTP, of tiers, or of telemetry."""
 
 from classifier.errors import ClassifierError, TokenizerError, WeightsError
-from classifier.features import PromptFeatures, explain, extract
+from classifier.features import EstimatingCounter, PromptFeatures, TokenCounter, explain, extract
 from classifier.kinds import Complexity, PromptClass
-from classifier.tokens import EstimatingCounter, ModelTokenCounter, TokenCounter
+from classifier.tokens import ModelTokenCounter
 
 __all__ = [
     "ClassifierError",

@@ -8,8 +8,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from classifier.kinds import JUDGED
-from classifier.model import ASKS, COMPLEX, CONTAINS, OUTPUTS, Model, row_weights, shipped_model, unit_weights
-from classifier.reading import HEAD_RUNS, MARKS, PAIRS, TAIL_RUNS, Reading, excerpt, read
+from classifier.model import (
+    ASKS,
+    COMPLEX,
+    CONTAINS,
+    HEAD_RUNS,
+    MARKS,
+    OUTPUTS,
+    PAIRS,
+    TAIL_RUNS,
+    Model,
+    Reading,
+    read,
+    shipped_model,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,7 +46,7 @@ def explain(text: str, most: int = 5) -> dict[str, list[tuple[str, float]]]:
     classes = model.predict(text).classes
     first_class = COMPLEX + 1
     likeliest = first_class + classes.index(max(classes))
-    pieces = _pieces(text, read(text), model)
+    pieces = _pieces(read(text), model)
     told = {}
     for output in (ASKS, CONTAINS, likeliest, COMPLEX):
         name = JUDGED[output - first_class].value if output >= first_class else OUTPUTS[output]
@@ -45,18 +57,18 @@ def explain(text: str, most: int = 5) -> dict[str, list[tuple[str, float]]]:
     return told
 
 
-def _pieces(text: str, reading: Reading, model: Model) -> dict[str, NDArray[np.float32]]:
+def _pieces(reading: Reading, model: Model) -> dict[str, NDArray[np.float32]]:
     """Return what each word, with its place and its letters, each pair of words and each mark adds to the outputs."""
-    part = f"{excerpt(text)}\n"
+    part = reading.line[1:]
     starts = reading.starts.tolist()
     ends = [*starts, len(part)][1:]
     names = [part[start:end].strip(" \n") or "line break" for start, end in zip(starts, ends, strict=True)]
     names[-1:] = ["end of the prompt"]  # the line break that is added to each prompt
     names += [f"{first} {second}" for first, second in pairwise(names)]
     words, runs = reading.words, reading.runs
-    weights = model.table[reading.rows] * (row_weights(reading)[:, None] * model.scale)
+    weights = model.table[reading.rows] * (reading.weights[:, None] * model.scale)
     counting = (model.hidden(reading) > 0)[:, None] * model.hidden_outputs
-    units = model.hidden_table[reading.rows[words:runs]] * (unit_weights(reading)[:, None] * model.hidden_scale)
+    units = model.hidden_table[reading.rows[words:runs]] * (reading.unit_weights[:, None] * model.hidden_scale)
     weights[words:runs] += units @ counting
     sums: dict[str, NDArray[np.float32]] = {}
     for owner, adds in zip(_owners(reading, len(part)), weights, strict=True):

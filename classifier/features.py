@@ -1,21 +1,24 @@
-"""What the router knows about a prompt: one result, and the one function that makes it."""
+"""What the router knows about a prompt: one result, the one function that makes it, and estimates of tokens."""
 
 from __future__ import annotations
 
+import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 from classifier.kinds import JUDGED, Complexity, PromptClass
-from classifier.tokens import CHARS_PER_TOKEN, PIECE_CHARS
 
 if TYPE_CHECKING:
-    from classifier.model import Model, Prediction
-    from classifier.tokens import TokenCounter
+    from classifier.model import Model
 
+CHARS_PER_TOKEN = 3.0  # English prose has 4 to 5, code fewer: the estimate errs on the long side
+PIECE_CHARS = 50_000  # of a text that is counted at once
 LONG_TOKENS = 1500
 MIN_PROBABILITY = 0.4  # of the likeliest class, below which no class is named
 _EVEN = 0.5
+_WIDE = re.compile("[\u2e80-\U0010ffff]")  # from here on scripts without spaces, about a token a character
 _WHITE_OR_NOT = b"".join(b" " if chr(byte).isspace() else b"x" for byte in range(256))
 
 
@@ -56,6 +59,35 @@ class PromptFeatures:
         return self.contains_code or self.asks_for_code
 
 
+class TokenCounter(ABC):
+    """Counts the tokens of a text. Safe to share between threads."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def exact(self) -> bool:
+        """Tell whether counts are the model's own rather than estimates."""
+
+    @abstractmethod
+    def count(self, text: str) -> int:
+        """Return the number of tokens of a text, without any that a chat template adds."""
+
+
+class EstimatingCounter(TokenCounter):
+    """Estimates from the length alone, where no tokenizer file is at hand. Errs on the long side."""
+
+    __slots__ = ()
+    exact = False
+
+    def count(self, text: str) -> int:
+        """Return an estimate: a token for three characters, or for one character of a script without spaces."""
+        if text.isascii():
+            return -int(-len(text) // CHARS_PER_TOKEN)
+        wide = len(_WIDE.findall(text))
+        return wide - int(-(len(text) - wide) // CHARS_PER_TOKEN)
+
+
 def extract(text: str, counter: TokenCounter, context_tokens: int = 0) -> PromptFeatures:
     """Read a prompt. Pure; the time grows with the length of the text at most.
 
@@ -70,14 +102,24 @@ def extract(text: str, counter: TokenCounter, context_tokens: int = 0) -> Prompt
     # Of a long text's own tokens nothing is decided where those of all that the model reads are known.
     known = bool(context_tokens) and len(text) > PIECE_CHARS
     tokens = min(int(len(text) // CHARS_PER_TOKEN), context_tokens) if known else counter.count(text)
-    found = _model().predict(text)
-    has_code = found.has_code >= _EVEN
     length = max(tokens, context_tokens)
-    prompt_class, confidence = _judge(found, length)
-    long = (f"{length} tokens",) if prompt_class is PromptClass.LONG_CONTEXT else ()
+    found = _model().predict(text)
+    has_code, signals = found.has_code >= _EVEN, found.marks
+    if has_code:
+        prompt_class, confidence = PromptClass.CODE, found.has_code
+    elif length > LONG_TOKENS:
+        prompt_class, confidence = PromptClass.LONG_CONTEXT, 1 - found.has_code
+        signals += (f"{length} tokens",)
+    else:
+        likeliest = max(found.classes)
+        prompt_class, confidence = JUDGED[found.classes.index(likeliest)], likeliest * (1 - found.has_code)
+        if prompt_class is not PromptClass.UNKNOWN and confidence < MIN_PROBABILITY:
+            prompt_class, confidence = PromptClass.UNKNOWN, 1 - confidence
+    complexity = Complexity.MODERATE if found.beyond_trivial >= _EVEN else Complexity.TRIVIAL
+    words = f" {text}".encode().translate(_WHITE_OR_NOT).count(b" x") if text.isascii() else len(text.split())
     return PromptFeatures(
         chars=len(text),
-        words=_count_words(text),
+        words=words,
         tokens=tokens,
         tokens_exact=counter.exact,
         # Where only the sum of both is likely, the likelier one is named.
@@ -86,8 +128,8 @@ def extract(text: str, counter: TokenCounter, context_tokens: int = 0) -> Prompt
         language=found.language if has_code else None,
         prompt_class=prompt_class,
         confidence=confidence,
-        signals=found.marks + long,
-        complexity=found.complexity,
+        signals=signals,
+        complexity=Complexity.COMPLEX if found.complex >= _EVEN else complexity,
     )
 
 
@@ -98,29 +140,9 @@ def explain(text: str, most: int = 5) -> dict[str, list[tuple[str, float]]]:
     return told(text, most)
 
 
-def _count_words(text: str) -> int:
-    if text.isascii():
-        return f" {text}".encode().translate(_WHITE_OR_NOT).count(b" x")
-    return len(text.split())
-
-
 @cache
 def _model() -> Model:
     """Return the shipped model. NumPy is imported here, not where features are only passed on."""
     from classifier.model import shipped_model  # noqa: PLC0415
 
     return shipped_model()
-
-
-def _judge(found: Prediction, tokens: int) -> tuple[PromptClass, float]:
-    """Return the class of a prompt and the confidence in it."""
-    if found.has_code >= _EVEN:
-        return PromptClass.CODE, found.has_code
-    if tokens > LONG_TOKENS:
-        return PromptClass.LONG_CONTEXT, 1 - found.has_code
-    share = max(found.classes)
-    likeliest = JUDGED[found.classes.index(share)]
-    share *= 1 - found.has_code
-    if likeliest is PromptClass.UNKNOWN:
-        return likeliest, share
-    return (likeliest, share) if share >= MIN_PROBABILITY else (PromptClass.UNKNOWN, 1 - share)

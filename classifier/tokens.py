@@ -7,23 +7,18 @@ A byte-level BPE tokenizer is rebuilt for ``tiktoken`` from the model's own ``to
 from __future__ import annotations
 
 import json
-import re
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Literal
 
 from tokenizers import Tokenizer
 
 from classifier.bpe import rebuild
 from classifier.errors import TokenizerError
+from classifier.features import CHARS_PER_TOKEN, PIECE_CHARS, TokenCounter
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-CHARS_PER_TOKEN = 3.0  # English prose has 4 to 5, code fewer: the estimate errs on the long side
-# From here on scripts without spaces, about a token a character.
-PIECE_CHARS = 50_000  # of a text that is counted at once
 MAX_CHARS = 400_000  # of a text that is counted
-_WIDE = re.compile("[\u2e80-\U0010ffff]")
 _PROBES = (
     "The capital of France is Paris.\n\n  It's 1984, or 3.50 x_1 == 12345?",
     "def f(x):\n\treturn x ** 2  # \u00e9tude \u4f60\u597d\u4e16\u754c \U0001f600\U0001f680",
@@ -33,50 +28,6 @@ _PROBES = (
 )
 
 
-class TokenCounter(ABC):
-    """Counts the tokens of a text. Safe to share between threads."""
-
-    @staticmethod
-    def from_file(path: Path) -> ModelTokenCounter:
-        """Return the counter of a model, from its ``tokenizer.json``.
-
-        Raises:
-            TokenizerError: The file is missing or is not a tokenizer definition.
-        """
-        try:
-            definition = path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TokenizerError(f"cannot read the tokenizer {path}: {error}") from error
-        return ModelTokenCounter(definition)
-
-    @property
-    @abstractmethod
-    def exact(self) -> bool:
-        """Tell whether counts are the model's own rather than estimates."""
-
-    @abstractmethod
-    def count(self, text: str) -> int:
-        """Return the number of tokens of a text, without any that a chat template adds."""
-
-
-class EstimatingCounter(TokenCounter):
-    """Estimates from the length alone, where no tokenizer file is at hand. Errs on the long side."""
-
-    __slots__ = ()
-
-    @property
-    def exact(self) -> bool:
-        """Tell that counts are estimates."""
-        return False
-
-    def count(self, text: str) -> int:
-        """Return an estimate: a token for three characters, or for one character of a script without spaces."""
-        if text.isascii():
-            return -int(-len(text) // CHARS_PER_TOKEN)
-        wide = len(_WIDE.findall(text))
-        return wide - int(-(len(text) - wide) // CHARS_PER_TOKEN)
-
-
 class ModelTokenCounter(TokenCounter):
     """Counts with a model's own tokenizer.
 
@@ -84,6 +35,7 @@ class ModelTokenCounter(TokenCounter):
     """
 
     __slots__ = ("_fast", "_reference")
+    exact = True
 
     def __init__(self, definition: str) -> None:
         """Build from the text of a ``tokenizer.json``.
@@ -102,15 +54,23 @@ class ModelTokenCounter(TokenCounter):
             fast = None
         self._fast = fast
 
+    @staticmethod
+    def from_file(path: Path) -> ModelTokenCounter:
+        """Return the counter of a model, from its ``tokenizer.json``.
+
+        Raises:
+            TokenizerError: The file is missing or is not a tokenizer definition.
+        """
+        try:
+            definition = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TokenizerError(f"cannot read the tokenizer {path}: {error}") from error
+        return ModelTokenCounter(definition)
+
     @property
     def backend(self) -> Literal["tiktoken", "tokenizers"]:
         """Return the library that encodes ordinary text."""
         return "tiktoken" if self._fast else "tokenizers"
-
-    @property
-    def exact(self) -> bool:
-        """Tell that counts are the model's own."""
-        return True
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without any that a chat template adds. Special tokens in the text are matched."""

@@ -36,14 +36,14 @@ import numpy as np
 import scipy.optimize
 import scipy.sparse
 
-from classifier import reading
+from classifier import model
 from classifier.kinds import JUDGED, Complexity
 from classifier.model import ASKS, BEYOND_TRIVIAL, COMPLEX, CONTAINS, FORMAT, HAS, OUTPUTS, WEIGHTS_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-CODE_FILES = ("classifier/reading.py", "classifier/data/technologies.txt", "scripts/train_classifier.py")
+CODE_FILES = ("classifier/model.py", "classifier/data/technologies.txt", "scripts/train_classifier.py")
 CLASSES = COMPLEX + 1  # where the classes' outputs start
 ALIASES = {
     "excel": "spreadsheet", "google-sheets": "spreadsheet", "hcl": "terraform", "cs": "csharp", "structured text": "plc",
@@ -272,23 +272,23 @@ def make_data(prompts: list[dict[str, Any]], settings: Settings) -> Data:
 
 def read_texts(texts: Sequence[str]) -> tuple[Any, Any, Any]:
     """Return what the model reads of texts, a sparse row each: for the outputs, the hidden units and the language."""
-    shapes = np.arange(reading.ROWS, reading.ROWS + reading.SHAPE_WIDTH)
+    shapes = np.arange(model.ROWS, model.ROWS + model.SHAPE_WIDTH)
     rows, hidden_rows, language_rows = [], [], []
     for text in texts:
-        found = reading.read(text)
+        found = model.read(text)
         words, ends, runs = found.words, found.ends, found.runs
         middle = (ends + runs) // 2
-        parts = (0, ends, reading.WORD_SCALE), (ends, runs, reading.END_SCALE), (runs, None, reading.RUN_SCALE)
+        parts = (0, ends, model.WORD_SCALE), (ends, runs, model.END_SCALE), (runs, None, model.RUN_SCALE)
         used = np.flatnonzero(found.shape)
         rows.append(sum_rows([(found.rows[a:b], scale) for a, b, scale in parts], (shapes[used], found.shape[used])))
         three = found.rows[words:ends], found.rows[ends:middle], found.rows[middle:runs]
         hidden_rows.append(sum_rows([(part, 1.0) for part in three], None))
-        words, runs = reading.language_rows(found)
-        language_rows.append(sum_rows(((words, reading.WORD_SCALE), (runs, reading.RUN_SCALE)), None))
+        words, runs = model.language_rows(found)
+        language_rows.append(sum_rows(((words, model.WORD_SCALE), (runs, model.RUN_SCALE)), None))
     return (
-        matrix(rows, reading.ROWS + reading.SHAPE_WIDTH),
-        matrix(hidden_rows, reading.RUNS),
-        matrix(language_rows, reading.LANGUAGE_ROWS),
+        matrix(rows, model.ROWS + model.SHAPE_WIDTH),
+        matrix(hidden_rows, model.RUNS),
+        matrix(language_rows, model.LANGUAGE_ROWS),
     )
 
 
@@ -355,7 +355,7 @@ def word_vectors(data: Data, settings: Settings) -> Any:
 
     Deerwester et al., Indexing by latent semantic analysis, 1990; by the randomised range finder of Halko et al., 2011.
     """
-    size = 1 << reading.WORD_BITS
+    size = 1 << model.WORD_BITS
     counts = data.hidden_x[:, :size]
     seen = np.asarray((counts > 0).sum(0)).ravel()
     used = np.flatnonzero(seen > 1)
@@ -574,14 +574,14 @@ def calibration_error(probability: Any, truth: Any, bins: int = 15) -> float:
 def write(file: Path, data: Data, settings: Settings, parts: tuple[Any, Any, Any], report: dict[str, Any]) -> None:
     """Write a weights file: eight bits a weight in the tables."""
     outputs, hidden, languages = parts
-    table, scale = eight_bits(outputs[0][: reading.ROWS])
+    table, scale = eight_bits(outputs[0][: model.ROWS])
     hidden_table, hidden_scale = eight_bits(hidden[0])
     language_table, language_scale = eight_bits(languages[0])
     root = Path(__file__).resolve().parents[1]
     code = hashlib.sha256(b"".join((root / name).read_bytes() for name in CODE_FILES))
     about = {
         "format": FORMAT,
-        "features": reading.VERSION,
+        "features": model.VERSION,
         "outputs": OUTPUTS,
         "languages": data.languages,
         "data_sha256": data.digest,
@@ -592,7 +592,7 @@ def write(file: Path, data: Data, settings: Settings, parts: tuple[Any, Any, Any
     }
     arrays = {
         "scale": scale,
-        "shape": outputs[0][reading.ROWS :],
+        "shape": outputs[0][model.ROWS :],
         "bias": outputs[1],
         "hidden_scale": hidden_scale,
         "hidden_bias": hidden[1],

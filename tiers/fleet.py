@@ -18,7 +18,7 @@ from tiers.preparing import Preparations
 from tiers.ranking import rising
 from tiers.replica import FleetOptions, Replica, Sent, Share, Totals
 from tiers.snapshot import FleetSnapshot, KeptTier, Moment, TemplateTokens, choose, least_loaded
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import MOST_BESIDE, Load, Seen, SpeedModel, Times
 
 if TYPE_CHECKING:
@@ -212,6 +212,7 @@ class Fleet:
         restarts: Automatic restarts of engines, by tier.
         first_share: This router's share of a replica that is added; None: all of it.
         measuring: Lock for speed measurements: two at a time would measure each other.
+        preempt: Frees the slots that the router's own measurements hold; None: they hold none.
         preparations: What tiers need before they serve for the first time.
     """
 
@@ -230,6 +231,7 @@ class Fleet:
     restarts: Counter[TierName] = field(default_factory=Counter)
     first_share: Share | None = None
     measuring: asyncio.Lock = field(default_factory=asyncio.Lock)
+    preempt: Callable[[], None] | None = None
     preparations: Preparations = field(default_factory=Preparations)
     _members: dict[TierName, list[Replica]] = field(default_factory=dict)  # the replicas, by tier
     _totals: Totals = field(default_factory=Totals)
@@ -312,7 +314,7 @@ class Fleet:
             replica.changed()
         offered = set(adapters)
         for other in self._members[replica.spec.name]:
-            if other.state in {ReplicaState.READY, ReplicaState.DRAINING}:
+            if other.state in {ReplicaStatus.READY, ReplicaStatus.DRAINING}:
                 offered &= set(other.spec.adapters)
         tier = self.spec(replica.spec.name)
         if tier.adapters != (names := tuple(sorted(offered))):
@@ -471,7 +473,7 @@ class Fleet:
 
     def is_ready(self, tier: TierName) -> bool:
         """Tell whether a tier has a ready replica."""
-        return any(r.state is ReplicaState.READY for r in self._members.get(tier, ()))
+        return any(r.state is ReplicaStatus.READY for r in self._members.get(tier, ()))
 
     def nearest(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> str | None:
         """Return the id of the replica with free slots that lacks least of what a request needs; None: no replica."""

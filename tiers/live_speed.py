@@ -21,7 +21,7 @@ from statistics import fmean, median, pstdev
 from typing import TYPE_CHECKING
 
 from tiers.least_squares import least_squares
-from tiers.spec import ReplicaState
+from tiers.spec import ReplicaStatus
 from tiers.speed import IDLE, Seen, SpeedModel
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class LiveSpeed:
 
     async def look(self, replica: Replica) -> bool:
         """Learn one replica's speed, in a thread, if there are enough answers since the last time; return whether."""
-        if replica.state is not ReplicaState.READY or not replica.learns:
+        if replica.state is not ReplicaStatus.READY or not replica.learns:
             self._idle.pop(replica.id, None)
             self._answers.pop(replica.id, None)
             return False
@@ -151,6 +151,6 @@ class LiveSpeed:
         self._answers[replica.id] = replica.noted
         idle = self._idle.get(replica.id)
         learned = await asyncio.to_thread(learn, tuple(replica.seen), replica.spec.max_num_seqs, idle)
-        if learned is not None and replica.state is ReplicaState.READY and replica.learns:
+        if learned is not None and replica.state is ReplicaStatus.READY and replica.learns:
             replica.measured(learned)
         return True

@@ -16,7 +16,7 @@ from tiers.breaker import Breaker, BreakerOptions, BreakerState
 from tiers.limit import ConcurrencyLimit
 from tiers.prefix_memory import PrefixMemory
 from tiers.snapshot import Gauges, KeptReplica, Moment, faded_rate
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import BUSY_MEMORY_S, PREFILL_MEMORY_MS, STEADY, Seen, SpeedModel, Trend
 from tiers.turnover import Turnover
 
@@ -204,7 +204,7 @@ class Replica:
     fingerprint: str | None = None
     source: str | None = None
     pid: _Shown[int | None] = _Shown(None)
-    state: _Shown[ReplicaState] = _Shown(ReplicaState.STARTING)
+    state: _Shown[ReplicaStatus] = _Shown(ReplicaStatus.STARTING)
     detail: _Shown[str | None] = _Shown(None)
     in_flight: int = 0
     slots: int = 0
@@ -307,7 +307,7 @@ class Replica:
             self.kv_tokens_held + others.kv_tokens,
             self.kv_pressure,
             slots,
-            state is ReplicaState.READY and admits,
+            state is ReplicaStatus.READY and admits,
             slots + others.slots + self._foreign,
             self.prompt_tokens + others.prompt_tokens,
             self._prompts_at,
@@ -343,10 +343,10 @@ class Replica:
     def __repr__(self) -> str:
         return f"<Replica {self.id} {self.state.value} in_flight={self.in_flight} {self.url}>"
 
-    def mark(self, state: ReplicaState, detail: str | None = None) -> None:
+    def mark(self, state: ReplicaStatus, detail: str | None = None) -> None:
         """Change the state; ``detail`` gives the reason to people."""
         self.state, self.detail = state, detail
-        if state not in {ReplicaState.READY, ReplicaState.DRAINING}:
+        if state not in {ReplicaStatus.READY, ReplicaStatus.DRAINING}:
             self.gauges = self.speed = None
             self.kv_pressure, self._others = False, NO_PEERS
             self.turnover = Turnover()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tiers.breaker import BreakerState
 from tiers.choice import Ask, Candidate, Warmth, preferred, tell_apart, uncached
 from tiers.preparing import Preparing  # noqa: TC001  pydantic reads these for the decision log
-from tiers.spec import UNKNOWN, ReplicaState, TierName, TierSpec
+from tiers.spec import UNKNOWN, ReplicaStatus, TierName, TierSpec
 from tiers.speed import ALWAYS_MS, IDLE, PREFILL_MEMORY_MS, STEADY, Load, SpeedModel, Times, Trend
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class ReplicaSnapshot:
     id: str
     url: str
     pid: int | None
-    state: ReplicaState
+    state: ReplicaStatus
     detail: str | None
     in_flight: int
     prompt_tokens_outstanding: int
@@ -113,7 +113,7 @@ class ReplicaSnapshot:
     @property
     def open(self) -> bool:
         """Tell whether it gets requests."""
-        return self.state is ReplicaState.READY and self.admits
+        return self.state is ReplicaStatus.READY and self.admits
 
     @property
     def taken(self) -> int:
@@ -187,7 +187,7 @@ class KeptReplica:
     id: str
     url: str
     pid: int | None
-    state: ReplicaState
+    state: ReplicaStatus
     detail: str | None
     in_flight: int
     prompt_tokens: int
@@ -319,7 +319,7 @@ class TierSnapshot:
     @property
     def ready(self) -> tuple[ReplicaSnapshot, ...]:
         """Return the replicas that may get traffic."""
-        return tuple(r for r in self.replicas if r.state is ReplicaState.READY)
+        return tuple(r for r in self.replicas if r.state is ReplicaStatus.READY)
 
     @property
     def views(self) -> Sequence[ReplicaSnapshot | KeptReplica]:
@@ -337,7 +337,7 @@ class TierSnapshot:
         return sum(r.taken for r in self.replicas)
 
     @property
-    def state(self) -> ReplicaState:
+    def state(self) -> ReplicaStatus:
         """Return the state of the tier's best replica; without replicas, whether one is being prepared."""
         return _best([replica.state for replica in self.replicas], self.preparing, self.spec)
 
@@ -412,12 +412,12 @@ class KeptTier(TierSnapshot):
     @property
     def views(self) -> Sequence[ReplicaSnapshot | KeptReplica]:
         """Return the ready replicas' views."""
-        return [view for view in self._kept[0] if view.state is ReplicaState.READY]
+        return [view for view in self._kept[0] if view.state is ReplicaStatus.READY]
 
     @property
     def is_ready(self) -> bool:
         """Tell whether a replica may get traffic."""
-        return any(view.state is ReplicaState.READY for view in self._kept[0])
+        return any(view.state is ReplicaStatus.READY for view in self._kept[0])
 
     @property
     def taken(self) -> int:
@@ -425,7 +425,7 @@ class KeptTier(TierSnapshot):
         return self._kept[2]
 
     @property
-    def state(self) -> ReplicaState:
+    def state(self) -> ReplicaStatus:
         """Return the state of the tier's best replica; without replicas, whether one is being prepared."""
         return _best([view.state for view in self._kept[0]], self.preparing, self.spec)
 
@@ -441,7 +441,7 @@ class KeptTier(TierSnapshot):
         found = choose(views, outputs, self.ask(prompt_tokens, output_tokens, sequences, fleet), warmth, moment)
         free = found >= 0
         if not free:
-            found = next((n for n, view in enumerate(views) if view.state is ReplicaState.READY), -1)
+            found = next((n for n, view in enumerate(views) if view.state is ReplicaStatus.READY), -1)
             if found < 0:
                 return NO_OFFER
         view, cached = views[found], None if warmth is None else warmth.cached[found]
@@ -516,28 +516,28 @@ def least_loaded(views: Sequence[KeptReplica], outputs: Sequence[int], ask: Ask)
     return found
 
 
-def _best(states: Sequence[ReplicaState], preparing: Preparing | None, spec: TierSpec) -> ReplicaState:
+def _best(states: Sequence[ReplicaStatus], preparing: Preparing | None, spec: TierSpec) -> ReplicaStatus:
     if states:
         return min(states, key=_BEST_FIRST.index)
     if preparing is not None:
-        return ReplicaState.PREPARING if preparing.failed is None else ReplicaState.FAILED
+        return ReplicaStatus.PREPARING if preparing.failed is None else ReplicaStatus.FAILED
     if spec.awaited:
-        return ReplicaState.WAITING
-    return ReplicaState.ABSENT if spec.absent else ReplicaState.STOPPED
+        return ReplicaStatus.WAITING
+    return ReplicaStatus.ABSENT if spec.absent else ReplicaStatus.STOPPED
 
 
 _BEST_FIRST = [
-    ReplicaState.READY,
-    ReplicaState.WARMING,
-    ReplicaState.STARTING,
-    ReplicaState.PREPARING,
-    ReplicaState.DRAINING,
-    ReplicaState.UNREACHABLE,
-    ReplicaState.FAILED,
-    ReplicaState.QUARANTINED,
-    ReplicaState.STOPPED,
-    ReplicaState.WAITING,
-    ReplicaState.ABSENT,
+    ReplicaStatus.READY,
+    ReplicaStatus.WARMING,
+    ReplicaStatus.STARTING,
+    ReplicaStatus.PREPARING,
+    ReplicaStatus.DRAINING,
+    ReplicaStatus.UNREACHABLE,
+    ReplicaStatus.FAILED,
+    ReplicaStatus.QUARANTINED,
+    ReplicaStatus.STOPPED,
+    ReplicaStatus.WAITING,
+    ReplicaStatus.ABSENT,
 ]
 
 

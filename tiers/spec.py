@@ -95,7 +95,7 @@ PRECISIONS: dict[TierName, Precision] = {
 }
 
 
-class ReplicaState(Enum):
+class ReplicaStatus(Enum):
     """The state of a replica, or of a tier: that of its best replica. Only a ``READY`` one gets requests."""
 
     PREPARING = "preparing"  # only of a tier: its checkpoint is being made, and there is no engine yet

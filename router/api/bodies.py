@@ -14,7 +14,7 @@ from router.pipeline.request import NO_BOUNDS, RoutingOptions, Truncate
 from router.policy.decision import Priority, Sla, Sort
 from router.settings import AdapterName, EngineAddress, LimitSettings, TierPolicy
 from tiers.quantization import QUANTIZATIONS, Quantization
-from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -83,7 +83,7 @@ def not_here(location: Sequence[Any]) -> bool:
 MOST_ERRORS = 10  # that one answer tells of a body
 MOST_NAME_CHARS = 100  # of a field that the caller has named
 READ_CHARS = 50_000  # of all errors, rendered: more than the first few take
-BROKEN = {ReplicaState.FAILED, ReplicaState.UNREACHABLE, ReplicaState.QUARANTINED}
+BROKEN = {ReplicaStatus.FAILED, ReplicaStatus.UNREACHABLE, ReplicaStatus.QUARANTINED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,14 +403,14 @@ def _render_replica(replica: ReplicaSnapshot, *, inside: bool) -> dict[str, Any]
 def health_of(fleet: FleetSnapshot, notes: Iterable[str] = (), *, serves: bool) -> dict[str, Any]:
     """Return whether requests are answered, and what an operator should look at; ``notes``: of where engines are named."""
     tiers = [tier for tier in fleet.tiers if not tier.spec.absent]
-    reasons = [f"tier {tier.spec.name} is {tier.state.value}" for tier in tiers if tier.state is not ReplicaState.READY]
+    reasons = [f"tier {t.spec.name} is {t.state.value}" for t in tiers if t.state is not ReplicaStatus.READY]
     for replica in (replica for tier in tiers for replica in tier.replicas):
         if replica.state in BROKEN:
             reasons.append(f"{replica.id} is {replica.state.value}")
-        elif replica.state is ReplicaState.READY and replica.detail:
+        elif replica.state is ReplicaStatus.READY and replica.detail:
             reasons.append(f"{replica.id}: {replica.detail}")
     reasons += notes
     if not serves:
         reasons.insert(0, "the router is shutting down")
-    ready = serves and any(tier.state is ReplicaState.READY for tier in tiers)
+    ready = serves and any(tier.state is ReplicaStatus.READY for tier in tiers)
     return {"status": ("degraded" if reasons else "healthy") if ready else "unhealthy", "reasons": reasons}

@@ -11,7 +11,7 @@ from router.api.bodies import FieldProblem, InvalidBody, json_response
 from router.api.problems import UnknownModel
 from router.upstream.json_object import JsonObject, NotJson
 from tiers.quantization import shown_quantization
-from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -218,7 +218,7 @@ class ModelEndpoints:
         await json_response({"data": data}, headers=context_of(scope).headers)(scope, receive, send)
 
     def _endpoint(self, tier: TierSnapshot) -> dict[str, Any]:
-        spec, ready = tier.spec, tier.state is ReplicaState.READY
+        spec, ready = tier.spec, tier.state is ReplicaStatus.READY
         parameters = [p for p in PARAMETERS if spec.draft is None or p not in NOT_WITH_DRAFT]
         return {
             **behind(tier),

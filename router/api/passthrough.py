@@ -16,7 +16,7 @@ from router.api.paths import EMBEDDINGS, ErrorForm, error_form
 from router.api.problems import NoEmbeddings
 from router.upstream.client import no_answer, refusal
 from router.upstream.errors import EngineFailed, EngineUnreachable, NoSlot, UpstreamError
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import ReplicaStatus, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,7 +63,7 @@ class Tokens:
     def _engines(self, document: JsonObject, allowed: frozenset[TierName] | None) -> Iterator[AskedEngine]:
         """Yield whom to ask: ready engines, without a slot on them, for tokenizing takes nothing from generation."""
         fleet, now = self.deps.fleet, time.monotonic()
-        replicas = [r for r in fleet.replicas if r.state is ReplicaState.READY]
+        replicas = [r for r in fleet.replicas if r.state is ReplicaStatus.READY]
         ready = [r for r in replicas if allowed is None or r.spec.name in allowed]
         for replica in sorted(ready, key=lambda r: (not r.breaker.admits(now), fleet.rank(r.spec.name), r.in_flight)):
             yield AskedEngine(replica.url, replica.api_key, document.edited({"model": replica.model}))

@@ -22,7 +22,7 @@ from router.settings import SettingsError, load_settings
 from tiers.checkpoints.prepare import finished
 from tiers.errors import OperationError
 from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
-from tiers.spec import ReplicaState
+from tiers.spec import ReplicaStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,7 +83,7 @@ def classify(
 
 def idle_fleet(settings: Settings) -> FleetSnapshot:
     """Return a fleet with one idle, ready replica in each tier and no measurements."""
-    replica = ReplicaSnapshot("", "", None, ReplicaState.READY, None, 0, 0, 0, 0, 0)
+    replica = ReplicaSnapshot("", "", None, ReplicaStatus.READY, None, 0, 0, 0, 0, 0)
     tiers = zip(settings.tiers.names, tier_settings(settings), strict=True)
     return FleetSnapshot(
         tuple(TierSnapshot(tier_spec(name, tier, {}), (replica,)) for name, tier in tiers), TemplateTokens()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 
 import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.table import Table
 
     from router.settings import Settings
@@ -29,6 +33,28 @@ CalibrationOption = Annotated[
     typer.Option("--calibration", help='Your own prompts for AWQ: JSON lines with a "text" field.', metavar="FILE"),
 ]
 SHORTEST_ID = 6  # characters of a trace or request id that find it
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command with an option for each field of its parameter ``options``, a dataclass."""
+    hints = get_type_hints(command, include_extras=True)
+    made = hints["options"]
+    names = [each.name for each in fields(made)]
+    expanded: list[inspect.Parameter] = []
+    for each in inspect.signature(command).parameters.values():
+        parts = inspect.signature(made).parameters.values() if each.name == "options" else [each]
+        expanded += [part.replace(kind=inspect.Parameter.KEYWORD_ONLY) for part in parts]
+    hints |= get_type_hints(made, include_extras=True)
+
+    def run(**given: Any) -> None:
+        command(options=made(**{name: given.pop(name) for name in names}), **given)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = {each.name: hints[each.name] for each in expanded}
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [each.replace(annotation=hints[each.name]) for each in expanded]
+    )
+    return run
 
 
 def fail(text: str) -> NoReturn:

@@ -15,12 +15,11 @@ from rich.table import Table
 from router.cli.client import UrlOption, find_router
 from router.cli.common import ConfigOption, clock, err, plain, print_table
 from router.policy.profiles import REFERENCE, ProfileError, load_latency
-from router.profiling.client import connect
+from router.profiling.client import RouterClient
 from router.profiling.lm_eval import CLASSES, import_runs, read_classes
 from router.profiling.measure_latency import LatencyPlan, measure_latency
 from router.profiling.measure_quality import Plan, measure
 from router.profiling.profile_files import JOURNAL, keep_latency, keep_quality, only_one
-from router.profiling.run_code import passes
 from router.profiling.tasks import SUITE, TASKS, read_tasks
 from router.settings import load_settings
 from tiers.spec import TierName
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from router.policy.profiles import Fit, LatencyProfile, QualityProfile
-    from router.profiling.client import FleetState, RouterClient
+    from router.profiling.client import FleetState
 
 profile_app = typer.Typer(help="Measure the loss and the speed of a running fleet's tiers.", no_args_is_help=True)
 
@@ -68,10 +67,12 @@ def profile_quality(
         journal=folder / JOURNAL,
         parallel=parallel,
         adapter=adapter,
-        runs=passes if run_code else None,
+        run_code=run_code,
     )
     if run_code:
         log("code that the model writes is run in a sandbox: no network, no files, 2 s and 512 MiB each")
+    elif left_out := sum(task.check.needs_run for task in plan.tasks):
+        log(f"{left_out} tasks are left out: they run code that the model writes, for which --run-code is needed")
 
     async def measured() -> QualityProfile:
         async with _connected(url, config) as client:
@@ -182,7 +183,7 @@ class _Log:
 async def _connected(url: str, config: Path | None) -> AsyncIterator[RouterClient]:
     """Open a client of a router that does not measure itself at the moment."""
     url, verify = find_router(url, config)
-    async with connect(url, os.environ.get("QARR_KEY", ""), verify=verify) as client:
+    async with RouterClient(url, os.environ.get("QARR_KEY", ""), verify=verify) as client:
         measuring = (await client.fleet()).measuring
         if measuring is not None:
             raise ProfileError(

@@ -35,12 +35,12 @@ from tiers.checkpoints.prepare import finished
 from tiers.lifecycle.engine_args import check_engine_args
 from tiers.plan import GIB
 from tiers.preparing import about
-from tiers.spec import PRECISIONS, ReplicaState
+from tiers.spec import PRECISIONS, ReplicaStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from router.auth.api_keys import KeyStore
+    from router.auth.access import KeyStore
     from router.deployment.layout import Deployment
     from tiers.fleet import Fleet
     from tiers.plan import Plan
@@ -185,11 +185,11 @@ def _run(
         say(f"{replica.id:12} {replica.state.value}{plain(detail)}")
 
     def serving(fleet: Fleet) -> None:
-        ready = " and ".join(t.spec.name for t in fleet.snapshot().tiers if t.state is ReplicaState.READY)
+        ready = " and ".join(t.spec.name for t in fleet.snapshot().tiers if t.state is ReplicaStatus.READY)
         say(f"[bold green]serving[/] on {url} with {ready}; {_to_follow(fleet)}")
 
     def is_up(fleet: Fleet) -> None:
-        lacking = {ReplicaState.FAILED, ReplicaState.WAITING}
+        lacking = {ReplicaStatus.FAILED, ReplicaStatus.WAITING}
         failed = [tier.spec.name for tier in fleet.snapshot().tiers if tier.state in lacking]
         how = f"all tiers ready but {' and '.join(failed)}" if failed else "all tiers ready"
         say(f"[bold green]up[/]: listening on {url}, {how}. Ctrl-C stops.")

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from classifier import EstimatingCounter, TokenCounter, TokenizerError, extract
+from classifier import EstimatingCounter, ModelTokenCounter, TokenCounter, TokenizerError, extract
 from router.telemetry.tracing import engine_target
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike, identity
 from tiers.checkpoints.parsers import parser_args
@@ -250,7 +250,7 @@ def make_counter(folder: Path | None) -> TokenCounter:
     """Return a counter with a model folder's tokenizer; without one, an estimating counter."""
     if folder is None or not (folder / "tokenizer.json").is_file():
         return EstimatingCounter()
-    return TokenCounter.from_file(folder / "tokenizer.json")
+    return ModelTokenCounter.from_file(folder / "tokenizer.json")
 
 
 class LateCounter(TokenCounter):

@@ -28,7 +28,7 @@ from tiers.cluster.job import Job, WantedReplica
 from tiers.cluster.runner import RayEngines, RayOptions
 from tiers.errors import EngineError, PlanError
 from tiers.lifecycle.command import engine_options, engine_variables
-from tiers.spec import EngineLaunch, Placement, ReplicaState, TierName, TierSpec
+from tiers.spec import EngineLaunch, Placement, ReplicaStatus, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -181,7 +181,7 @@ class OnRay:
     @property
     def settled(self) -> bool:
         """Tell whether the router gives requests to every replica."""
-        ready = sum(replica.state is ReplicaState.READY for replica in self._fleet.replicas)
+        ready = sum(replica.state is ReplicaStatus.READY for replica in self._fleet.replicas)
         return self._engines is None or (self._engines.settled and ready >= self._count)
 
     def start(self) -> None:

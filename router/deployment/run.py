@@ -28,13 +28,13 @@ from router.telemetry.tracing import make_telemetry
 from router.upstream.transport import EngineTransport
 from tiers.fleet import Fleet
 from tiers.lifecycle.supervisor import Supervisor
-from tiers.spec import ReplicaState, TierSpec
+from tiers.spec import ReplicaStatus, TierSpec
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-    from router.auth.api_keys import KeyStore
+    from router.auth.access import KeyStore
     from router.deployment.layout import Deployment
     from router.deployment.reloading import Asked
     from router.server.handover import HandoverClient
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(f"qarr.{__name__}")
 POLL_S = 0.1
-SETTLED = {ReplicaState.READY, ReplicaState.FAILED, ReplicaState.UNREACHABLE, ReplicaState.QUARANTINED}
+SETTLED = {ReplicaStatus.READY, ReplicaStatus.FAILED, ReplicaStatus.UNREACHABLE, ReplicaStatus.QUARANTINED}
 
 
 class StartError(Exception):
@@ -221,13 +221,13 @@ async def _started(deployment: Deployment, supervisor: Supervisor, observer: Sta
 async def _settled(deployment: Deployment, fleet: Fleet, making: asyncio.Task[None] | None) -> bool:
     if making is not None and making.done():
         await making
-    failed = [r for r in fleet.replicas if r.state is ReplicaState.FAILED and r.spec.name in deployment.local]
+    failed = [r for r in fleet.replicas if r.state is ReplicaStatus.FAILED and r.spec.name in deployment.local]
     if failed and (making is None or not _any_ready(fleet)):
         raise StartError(f"{failed[0].id} did not start: {failed[0].detail}")
-    all_there = all(r.state is ReplicaState.READY or r in failed for r in fleet.replicas)
+    all_there = all(r.state is ReplicaStatus.READY or r in failed for r in fleet.replicas)
     all_there = all_there and (_any_ready(fleet) or bool(failed))
     return all_there and not fleet.preparations.coming and (making is None or making.done())
 
 
 def _any_ready(fleet: Fleet) -> bool:
-    return any(replica.state is ReplicaState.READY for replica in fleet.replicas)
+    return any(replica.state is ReplicaStatus.READY for replica in fleet.replicas)

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 
-    from router.auth.api_keys import Caller, KeyStore
+    from router.auth.access import KeyStore
+    from router.auth.api_keys import Caller
     from router.lifecycle import ServerState
     from router.pipeline.pipeline import Pipeline
     from router.pipeline.registry import ActiveRequest

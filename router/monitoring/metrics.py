@@ -26,7 +26,7 @@ from router.pipeline.registry import OVER_BUDGET, OVER_QUOTA
 from router.policy.decision import Refusal
 from router.telemetry.record import Outcome
 from tiers.breaker import BreakerState
-from tiers.spec import OVERFLOW, STANDARD_TIERS, ReplicaState, TierName
+from tiers.spec import OVERFLOW, STANDARD_TIERS, ReplicaStatus, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
     from starlette.requests import Request
 
+    from router.accounting.charging import Charging
+    from router.accounting.usage import UsageLog
     from router.monitoring.usage import Labels
-    from router.pipeline.charging import Charging
     from router.pipeline.pipeline import Pipeline
-    from router.pipeline.usage import UsageLog
     from router.policy.decision import Estimate
     from router.policy.table import PolicyStore
     from router.profiling.shadow_evaluation import ShadowEvaluation
@@ -231,7 +231,7 @@ class Load(Collector):
             tier = spec.name
             retries.add_metric([tier], self._retries[tier])
             restarts.add_metric([tier], fleet.restarts[tier])
-            count = sum(r.spec.name is tier and r.state is ReplicaState.READY for r in fleet.replicas)
+            count = sum(r.spec.name is tier and r.state is ReplicaStatus.READY for r in fleet.replicas)
             if not spec.absent:  # so that no alert waits for it
                 ready.add_metric([tier], count)
         return failures, retries, restarts, ready

@@ -28,7 +28,7 @@ from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, RedisClock, connect,
 from router.upstream.json_object import read_json
 from tiers.background import Faults
 from tiers.replica import PeerLoad, Share
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import ReplicaStatus, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -198,7 +198,7 @@ class SharedLoad:
         return found
 
     def _waiting(self, replica: Replica, now: float) -> int:
-        able = replica.state is ReplicaState.READY and replica.breaker.admits(now)
+        able = replica.state is ReplicaStatus.READY and replica.breaker.admits(now)
         return self._waiting_for(replica.spec.name) if able else 0
 
     def _take(

@@ -18,7 +18,7 @@ from router.policy.explain import reason
 from tiers.choice import uncached
 from tiers.preparing import about
 from tiers.snapshot import has_slots
-from tiers.spec import UNKNOWN, ReplicaState, TierName
+from tiers.spec import UNKNOWN, ReplicaStatus, TierName
 from tiers.speed import HALF_LIFE_S, IDLE
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _estimate(
     return Estimate(
         name,
         spec.precision,
-        tier.state if obstacle is not None else ReplicaState.READY,
+        tier.state if obstacle is not None else ReplicaStatus.READY,
         speed,
         batch,
         times,
@@ -224,7 +224,7 @@ def _not_ready(tier: TierSnapshot) -> str:
         return f"is {tier.state.value}"
     if preparing.failed is not None:
         return "has no checkpoint: it could not be made"
-    state = "being prepared" if tier.state is ReplicaState.PREPARING else tier.state.value
+    state = "being prepared" if tier.state is ReplicaStatus.PREPARING else tier.state.value
     return f"is {state}" + ("" if preparing.remaining_s is None else f", ready in {about(preparing.remaining_s)}")
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tiers.replica import Replica
     from tiers.snapshot import Expectation
-    from tiers.spec import ReplicaState, TierSpec
+    from tiers.spec import ReplicaStatus, TierSpec
     from tiers.speed import SpeedModel
 
 Bound = Literal["quality", "latency"]
@@ -236,7 +236,7 @@ class Estimate(NamedTuple):
 
     tier: TierName
     precision: str
-    state: ReplicaState
+    state: ReplicaStatus
     speed: SpeedModel | None
     batch: int
     times: Expectation | None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from router.policy.decision import Choice, Decision, Estimate, Query, Sort
     from router.policy.losses import ExpectedLoss
-    from tiers.spec import ReplicaState, TierName
+    from tiers.spec import ReplicaStatus, TierName
 
 CHOSEN = "chosen"
 
@@ -32,7 +32,7 @@ class TierReport:
     """
 
     tier: TierName
-    state: ReplicaState
+    state: ReplicaStatus
     predicted_ttft_ms: float | None
     predicted_tpot_ms: float | None
     expected_loss: ExpectedLoss | None

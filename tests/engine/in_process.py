@@ -6,16 +6,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from classifier import TokenCounter
+from classifier import ModelTokenCounter
 from router.app import wire_router
-from router.auth.api_keys import KeyStore
+from router.auth.access import KeyStore
 from router.telemetry.tracing import Telemetry
 from tests.fakes.engine import serving
 from tests.turned import turned
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.snapshot import TemplateTokens
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import ReplicaStatus, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -44,11 +44,11 @@ async def real_router(
             TierName(name), tier["max_model_len"], tier["max_num_seqs"], 32, digest=tier["checkpoint_digest"]
         )
         fleet.specs = (*fleet.specs, spec)
-        counter = counter or TokenCounter.from_file(Path(tier["checkpoint"]) / "tokenizer.json")
+        counter = counter or ModelTokenCounter.from_file(Path(tier["checkpoint"]) / "tokenizer.json")
         fleet.add(
             Replica(
                 id=f"{name}-0", spec=spec, url=replica["url"], api_key=engine_keys[name], model="smollm2-135m-instruct",
-                state=ReplicaState.READY,
+                state=ReplicaStatus.READY,
             )
         )  # fmt: skip
     fleet.note_template(TemplateTokens(alone=30, with_system=10, further_pair=10))

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from classifier import TokenCounter
+from classifier import ModelTokenCounter
 from tests.unit.router_stack import events
 from tiers.checkpoints.checkpoint import read_checkpoint
 from tiers.checkpoints.prepare import CALIBRATION_SAMPLES
@@ -73,7 +73,7 @@ def test_prompt_tokens_are_exact(up: Up) -> None:
 def test_every_text_has_the_models_own_tokens(up: Up) -> None:
     """The served model's tokenizer, rebuilt for speed, gives the ids of its own library, whatever the text."""
     path = Path(up.tiers()["fast"]["checkpoint"], "tokenizer.json")
-    counter, library = TokenCounter.from_file(path), Tokenizer.from_file(str(path))
+    counter, library = ModelTokenCounter.from_file(path), Tokenizer.from_file(str(path))
     assert counter.backend == "tiktoken"
 
     @settings(deadline=None, max_examples=300)
@@ -101,7 +101,7 @@ def test_checkpoints_are_real(up: Up) -> None:
     assert len({m.tokenizer_digest for m in manifests.values()}) == 1
     assert manifests[TierName.FAST].group_size == 64
     assert manifests[TierName.FAST].calibration_samples == CALIBRATION_SAMPLES
-    counter = TokenCounter.from_file(Path(tiers["fast"]["checkpoint"], "tokenizer.json"))
+    counter = ModelTokenCounter.from_file(Path(tiers["fast"]["checkpoint"], "tokenizer.json"))
     assert len(counter.encode("12345")) == 5  # numbers are split into digits, as in the model's training
 
 

@@ -286,7 +286,7 @@ class CutRouter:
             "places of keys": pipeline.admission._held.total(),
             "waiting": pipeline.admission.waiting,
             "open requests": len(pipeline.registry.open),
-            "quota slots": sum(map(len, quotas._slots.values())),
+            "quota slots": len(quotas._open),
             "slots in the ledger": sum(len(counts.slots) for counts in quotas._local._keys.values()),
             "connections": sum(transport.active for transport in transports),
             "small requests": sum(PASSED_AT_ONCE - places._value for places in upstream._passing.values()),

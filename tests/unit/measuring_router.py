@@ -14,7 +14,7 @@ import httpx
 from classifier import EstimatingCounter
 from router.api.problems import refusal
 from router.app import wire_router
-from router.auth.api_keys import KeyStore
+from router.auth.access import KeyStore
 from router.profiling import auto_profile
 from router.profiling.profile_files import JOURNAL
 from router.server.http_protocol import protocol_for
@@ -24,7 +24,7 @@ from tests.turned import turned
 from tests.unit.router_stack import no_faults_in_the_router
 from tiers.fleet import Fleet
 from tiers.replica import Replica
-from tiers.spec import STANDARD_TIERS, ReplicaState, TierSpec
+from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -86,7 +86,7 @@ async def measuring_router(
             tuple(TierSpec(name, 8192, 8, 16, digest=f"digest of {name}") for name in STANDARD_TIERS), machine="m"
         )
         for spec, url in zip(fleet.specs, urls, strict=True):
-            state = ReplicaState.READY if ready else ReplicaState.STARTING
+            state = ReplicaStatus.READY if ready else ReplicaStatus.STARTING
             fleet.add(Replica(f"{spec.name}-0", spec, url, "", "fake")).mark(state)
         telemetry = make_telemetry("0", settings.telemetry)
         app = wire_router(

@@ -16,7 +16,7 @@ from tests.fakes import engine as fake
 from tests.ports import reserved_ports
 from tiers.fleet import Fleet
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
-from tiers.spec import EngineLaunch, Placement, ReplicaState, TierName, TierSpec
+from tiers.spec import EngineLaunch, Placement, ReplicaStatus, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -36,7 +36,7 @@ class Own:
     fleet: Fleet
     supervisor: Supervisor
     behaviour: Path
-    seen: list[tuple[str, ReplicaState, str | None]] = field(default_factory=list)
+    seen: list[tuple[str, ReplicaStatus, str | None]] = field(default_factory=list)
 
     @property
     def first(self) -> Replica:
@@ -53,7 +53,7 @@ class Own:
         async with httpx.AsyncClient(trust_env=False) as client:
             await client.post(f"{replica.url}/fake", json=fields)
 
-    def details(self, state: ReplicaState) -> list[str]:
+    def details(self, state: ReplicaStatus) -> list[str]:
         return [detail for _, was, detail in self.seen if was is state and detail]
 
 
@@ -89,7 +89,7 @@ async def own_engines(
     own.supervisor._on_change = lambda r: own.seen.append((r.id, r.state, r.detail))
     own.supervisor.start(launches)
     try:
-        settled = {ReplicaState.READY} if ready else {ReplicaState.FAILED}
+        settled = {ReplicaStatus.READY} if ready else {ReplicaStatus.FAILED}
         await until(lambda: all(r.state in settled for r in fleet.replicas))
         yield own
     finally:

@@ -10,7 +10,7 @@ from router.policy.decision import Basis, Choice, Decision, Estimate, PolicyPara
 from router.policy.losses import NO_LOSS
 from router.telemetry.record import Outcome, RequestRecord
 from tiers.snapshot import Expectation
-from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
 
 
 def decision(tier: TierName | None = TierName.FAST, kind: PromptClass = PromptClass.CHAT) -> Decision:
@@ -18,7 +18,7 @@ def decision(tier: TierName | None = TierName.FAST, kind: PromptClass = PromptCl
     query = Query(PromptFeatures(2, 1, 1, True, False, False, None, kind, 0.9, ()), 20, 100)
     estimates = tuple(
         Estimate(
-            name, "bf16", ReplicaState.READY, None, 1, Expectation(100.0, 20.0, 0.0, 0.0), NO_LOSS, 0.0, 0.0, 2.5, 0.0,
+            name, "bf16", ReplicaStatus.READY, None, 1, Expectation(100.0, 20.0, 0.0, 0.0), NO_LOSS, 0.0, 0.0, 2.5, 0.0,
             None, "", slow=False, lossy=False, unfit=False, cached=None,
         )
         for name in STANDARD_TIERS

@@ -14,7 +14,7 @@ import httpx
 from classifier import EstimatingCounter
 from router.api.problems import refusal
 from router.app import wire_router
-from router.auth.api_keys import KeyStore
+from router.auth.access import KeyStore
 from router.deployment.options import fleet_options
 from router.reload import Reloads
 from router.server.http_protocol import protocol_for
@@ -24,7 +24,7 @@ from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
 from tests.turned import turned
 from tiers.fleet import Fleet
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import ReplicaStatus, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -97,7 +97,7 @@ async def router_stack(
         supervisor.start([], specs)
         cleanup.push_async_callback(supervisor.stop)
         async with asyncio.timeout(60):
-            while not all(r.state is ReplicaState.READY for r in fleet.replicas):
+            while not all(r.state is ReplicaStatus.READY for r in fleet.replicas):
                 await asyncio.sleep(0.01)
         for behaviour in (*engines.values(), *twins):
             behaviour.requests.clear()

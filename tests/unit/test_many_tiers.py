@@ -9,7 +9,7 @@ import pytest
 from router.auth.api_keys import add_key
 from router.settings import SettingsError, load_settings
 from tests.unit.router_stack import events, router_stack
-from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,7 +71,7 @@ async def test_it_is_told_everywhere(tmp_path: Path) -> None:
             'qarr_continuations_total{from_tier="precise",to_tier="int8"} 0.0',
         ):
             assert series in metrics
-        stack.fleet.replicas[[r.spec.name for r in stack.fleet.replicas].index(INT8)].mark(ReplicaState.FAILED)
+        stack.fleet.replicas[[r.spec.name for r in stack.fleet.replicas].index(INT8)].mark(ReplicaStatus.FAILED)
         health = await told(stack, "/health")
         assert (health["status"], "tier int8 is failed" in health["reasons"]) == ("degraded", True)
 

@@ -24,7 +24,7 @@ from tests.fakes.engine import Behaviour, FakeEngine
 from tests.turned import turned
 from tiers.fleet import Fleet
 from tiers.replica import Replica
-from tiers.spec import PRECISIONS, STANDARD_TIERS, ReplicaState, TierName, TierSpec
+from tiers.spec import PRECISIONS, STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -86,7 +86,7 @@ async def upstream_stack(
         )
         fleet = Fleet(specs)
         for spec in specs:
-            fleet.add(Replica(f"{spec.name}-0", spec, spec.urls[0], "", "fake", state=ReplicaState.READY))
+            fleet.add(Replica(f"{spec.name}-0", spec, spec.urls[0], "", "fake", state=ReplicaStatus.READY))
         policy, telemetry = PolicyStore(settings.policy, fleet), telemetry or Telemetry(None)
         upstream = Upstream(fleet, EngineTransport(), settings.upstream, telemetry, policy)
         cleanup.push_async_callback(upstream.aclose)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from tiers.errors import NotPossible, TierError
-from tiers.spec import ReplicaState
+from tiers.spec import ReplicaStatus
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tiers.spec import Adapter, TierName
 
 log = logging.getLogger(f"qarr.{__name__}")
-ALIVE = {ReplicaState.READY, ReplicaState.DRAINING}
+ALIVE = {ReplicaStatus.READY, ReplicaStatus.DRAINING}
 
 
 @dataclass(frozen=True, slots=True)

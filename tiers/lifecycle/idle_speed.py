@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tiers.errors import NotPossible, TierError
 from tiers.lifecycle.warmup import MEASURED_TOKENS, measure_speed
-from tiers.spec import ReplicaState
+from tiers.spec import ReplicaStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +42,7 @@ class IdleSpeed:
             await asyncio.sleep(POLL_S)
             if not self.quiet():
                 busy_at = time.monotonic()
-            ready = [r for r in self._fleet.replicas if r.state is ReplicaState.READY]
+            ready = [r for r in self._fleet.replicas if r.state is ReplicaStatus.READY]
             taken = {r.id: taken[r.id] for r in self._fleet.replicas if r.id in taken}
             for replica in ready:
                 if replica.speed is None:
@@ -60,7 +60,7 @@ class IdleSpeed:
                 async with lock:
                     speed = await self.measure(replica)
                 # A profile may have been loaded meanwhile.
-                if speed is not None and replica.state is ReplicaState.READY and not self._profiled(replica):
+                if speed is not None and replica.state is ReplicaStatus.READY and not self._profiled(replica):
                     replica.measured(speed if replica.speed is None else replica.speed.fastest(speed))
                     taken[replica.id] = count + 1, time.monotonic() + PAUSE_S * 2**count
 
@@ -96,7 +96,7 @@ class IdleSpeed:
         """Tell whether no replica (but the given one) starts or serves, and no checkpoint is being made."""
         if self._fleet.preparations.making:
             return False
-        busy = {ReplicaState.STARTING, ReplicaState.WARMING}
+        busy = {ReplicaStatus.STARTING, ReplicaStatus.WARMING}
         return not any(r.in_flight or r.state in busy for r in self._fleet.replicas if r is not but)
 
     def _profiled(self, replica: Replica) -> bool:

@@ -18,7 +18,7 @@ from tiers.errors import NotPossible, TierError, UnknownReplica
 from tiers.lifecycle.adapters import AdapterControl, AdapterLoader
 from tiers.lifecycle.roster import Roster, RosterControl
 from tiers.plan import lacking_for_one_more, read_machine
-from tiers.spec import ReplicaState
+from tiers.spec import ReplicaStatus
 
 if TYPE_CHECKING:
     from tiers.lifecycle.engine import Engine
@@ -193,7 +193,7 @@ class Operations:
             await asyncio.sleep(POLL_S)
             ours = [e for e in self._control.engines if e.launch is not None]
             for number, engine in enumerate(ours):
-                if not self._running and engine.replica.state is ReplicaState.READY:
+                if not self._running and engine.replica.state is ReplicaStatus.READY:
                     self._recycle_in_time(engine, began, (number + 1) / len(ours))
 
     def _recycle_in_time(self, engine: Engine, began: float, share: float) -> None:
@@ -277,7 +277,7 @@ class Operations:
 
     async def _resume(self, operation: Operation, engine: Engine) -> None:
         """Send requests again; an engine that is quarantined is warmed up and compared first."""
-        quarantined = engine.replica.state is ReplicaState.QUARANTINED
+        quarantined = engine.replica.state is ReplicaStatus.QUARANTINED
         self._control.resume(engine)
         if quarantined:
             operation.detail = "is checked again"
@@ -334,7 +334,7 @@ class Operations:
     def _check_floor(self, engine: Engine) -> None:
         """Raise ``NotPossible`` unless another replica is ready while an engine is away."""
         others = (r for r in self._control.fleet.replicas if r is not engine.replica)
-        if not any(r.state is ReplicaState.READY for r in others):
+        if not any(r.state is ReplicaStatus.READY for r in others):
             raise NotPossible(
                 f"no other replica is ready, and there is no memory for a second engine beside {engine.replica.id}: "
                 f"nothing would serve meanwhile; 'restart' does it all the same"
@@ -350,10 +350,10 @@ def _break_off(running: Operation) -> None:
 async def _settled(engine: Engine) -> None:
     """Wait until a starting engine is ready; raise ``NotPossible`` if it fails or is no longer watched."""
     replica = engine.replica
-    while replica.state in {ReplicaState.STARTING, ReplicaState.WARMING}:
+    while replica.state in {ReplicaStatus.STARTING, ReplicaStatus.WARMING}:
         _check_watched(engine)
         await asyncio.sleep(POLL_S)
-    if replica.state not in {ReplicaState.READY, ReplicaState.DRAINING}:
+    if replica.state not in {ReplicaStatus.READY, ReplicaStatus.DRAINING}:
         raise NotPossible(f"{replica.id} did not become ready: {replica.detail}")
 
 

@@ -54,7 +54,7 @@ from tiers.live_speed import LiveSpeed
 from tiers.plan import kv_per_token
 from tiers.probe import EngineProbe
 from tiers.replica import Replica
-from tiers.spec import UNKNOWN, EngineLaunch, ReplicaState, TierSpec
+from tiers.spec import UNKNOWN, EngineLaunch, ReplicaStatus, TierSpec
 from tiers.throttling import read_cpu, read_gpus
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class Supervisor:
             if error is not None:
                 log.error("an engine could not be stopped", exc_info=error)
         for replica in self.fleet.replicas:
-            replica.mark(ReplicaState.STOPPED)
+            replica.mark(ReplicaStatus.STOPPED)
         await self._client.aclose()
 
     def log_path(self, replica: Replica) -> Path:
@@ -202,16 +202,16 @@ class Supervisor:
     def hold(self, engine: Engine, why: str) -> None:
         """Send an engine no new requests; open ones go on."""
         engine.held = why
-        if engine.replica.state is ReplicaState.READY:
-            self._mark(engine.replica, ReplicaState.DRAINING, why)
+        if engine.replica.state is ReplicaStatus.READY:
+            self._mark(engine.replica, ReplicaStatus.DRAINING, why)
 
     def resume(self, engine: Engine) -> None:
         """Send an engine requests again, as soon as it is ready."""
         engine.held = None
-        if engine.replica.state is ReplicaState.DRAINING:
-            self._mark(engine.replica, ReplicaState.READY, engine.remark)
-        elif engine.replica.state is ReplicaState.QUARANTINED:
-            self._mark(engine.replica, ReplicaState.WARMING, "checked again, as asked for")
+        if engine.replica.state is ReplicaStatus.DRAINING:
+            self._mark(engine.replica, ReplicaStatus.READY, engine.remark)
+        elif engine.replica.state is ReplicaStatus.QUARANTINED:
+            self._mark(engine.replica, ReplicaStatus.WARMING, "checked again, as asked for")
             engine.again.set()
 
     def start_beside(self, engine: Engine) -> Engine:
@@ -233,7 +233,7 @@ class Supervisor:
             await asyncio.gather(engine.task, return_exceptions=True)
         if engine.process is not None:
             await engine.process.stop(self._options.stop_grace_s)
-        self._mark(engine.replica, ReplicaState.STOPPED)
+        self._mark(engine.replica, ReplicaStatus.STOPPED)
         self.fleet.remove(engine.replica)
         self._engines.pop(engine.replica.id, None)
         self._tokens_digests.pop(engine.replica.id, None)
@@ -276,17 +276,17 @@ class Supervisor:
         engine.task = asyncio.create_task(lasting(life, name), name=name)
         return engine
 
-    def _mark(self, replica: Replica, state: ReplicaState, detail: str | None = None) -> None:
+    def _mark(self, replica: Replica, state: ReplicaStatus, detail: str | None = None) -> None:
         if replica.state is state and replica.detail == detail:
             return
         replica.mark(state, detail)
-        if state in {ReplicaState.READY, ReplicaState.FAILED}:
+        if state in {ReplicaStatus.READY, ReplicaStatus.FAILED}:
             self.fleet.preparations.settled(replica.spec.name)
-        restarts = state is ReplicaState.STARTING and detail is not None
-        wrong = restarts or state in {ReplicaState.FAILED, ReplicaState.UNREACHABLE, ReplicaState.QUARANTINED}
+        restarts = state is ReplicaStatus.STARTING and detail is not None
+        wrong = restarts or state in {ReplicaStatus.FAILED, ReplicaStatus.UNREACHABLE, ReplicaStatus.QUARANTINED}
         level = logging.WARNING if wrong else logging.INFO
         log.log(level, "%s is %s%s", replica.id, state.value, f": {detail}" if detail else "")
-        self._tell(replica, capacity=state is ReplicaState.READY)
+        self._tell(replica, capacity=state is ReplicaStatus.READY)
 
     def _tell(self, replica: Replica, *, capacity: bool = False) -> None:
         """Tell observers of a change; ``capacity``: there is more of it."""
@@ -300,7 +300,7 @@ class Supervisor:
     async def _run_here(self, engine: Engine, launch: EngineLaunch) -> None:
         """Run an engine of our own, and restart it after each end unless it was never ready."""
         while True:
-            self._mark(engine.replica, ReplicaState.STARTING, engine.note)
+            self._mark(engine.replica, ReplicaStatus.STARTING, engine.note)
             try:
                 await self._live(engine, launch)
                 engine.ended()
@@ -351,13 +351,13 @@ class Supervisor:
                 f"the cause, then 'qarr tiers restart {replica.id}'. The last end: {error}"
             )
         if delay_s is None:
-            self._mark(replica, ReplicaState.FAILED, detail)
+            self._mark(replica, ReplicaStatus.FAILED, detail)
             await engine.again.wait()
             restarts.forget()
             return "as asked for"
         note = f"restart {restarts.count} after: {brief(error)}"
         self.fleet.restarts[replica.spec.name] += 1
-        self._mark(replica, ReplicaState.STARTING, f"{note}; in {delay_s:g} s")
+        self._mark(replica, ReplicaStatus.STARTING, f"{note}; in {delay_s:g} s")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(engine.again.wait(), delay_s)
         return note
@@ -420,7 +420,7 @@ class Supervisor:
             for e in takewhile(lambda e: e.replica is not replica, self._engines.values())
             if e.launch is not None and not gpus.isdisjoint(e.launch.placement.gpus)
         ]
-        while any(r.state in {ReplicaState.STARTING, ReplicaState.WARMING} for r in earlier):  # noqa: ASYNC110
+        while any(r.state in {ReplicaStatus.STARTING, ReplicaStatus.WARMING} for r in earlier):  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
 
     async def _until_alive(self, replica: Replica, probe: EngineProbe, limit_s: float, missing: str) -> None:
@@ -444,8 +444,8 @@ class Supervisor:
                 places = engine.launch.placement.gpus
                 found = next((gpus[gpu] for gpu in places if gpu in gpus), None) if places else held_back
                 engine.note_throttled(found, then)
-                if engine.replica.state is ReplicaState.READY:
-                    self._mark(engine.replica, ReplicaState.READY, engine.remark)
+                if engine.replica.state is ReplicaStatus.READY:
+                    self._mark(engine.replica, ReplicaStatus.READY, engine.remark)
 
     async def _run_elsewhere(self, engine: Engine) -> None:
         """Watch an engine that runs elsewhere: warm it whenever it becomes alive, and quarantine it if it is not sound."""
@@ -456,11 +456,11 @@ class Supervisor:
                     await self._warm(engine, probe)
                     await self._poll(engine, probe)
                 else:
-                    self._mark(replica, ReplicaState.UNREACHABLE, why)
+                    self._mark(replica, ReplicaStatus.UNREACHABLE, why)
             except (CanaryRefused, EngineHung, EngineSlow) as error:
                 await self._quarantine(engine, probe, str(error))
             except Exception as error:  # noqa: BLE001  the watcher goes on after any error
-                self._mark(replica, ReplicaState.FAILED, str(self._explained(engine, error)))
+                self._mark(replica, ReplicaStatus.FAILED, str(self._explained(engine, error)))
                 await asyncio.sleep(ELSEWHERE_PAUSE_S)
             await asyncio.sleep(POLL_S)
 
@@ -468,7 +468,7 @@ class Supervisor:
         """Keep traffic from an engine until an operator resumes it, or until it has been away."""
         replica, missed = engine.replica, 0
         then = f"'qarr tiers resume {replica.id}' checks it again, and so does a restart where it runs"
-        self._mark(replica, ReplicaState.QUARANTINED, f"{why}. {then}")
+        self._mark(replica, ReplicaStatus.QUARANTINED, f"{why}. {then}")
         while missed < MISSED_PROBES and not engine.again.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(engine.again.wait(), POLL_S)
@@ -477,7 +477,7 @@ class Supervisor:
 
     async def _warm(self, engine: Engine, probe: EngineProbe) -> None:
         replica = engine.replica
-        self._mark(replica, ReplicaState.WARMING, engine.note)
+        self._mark(replica, ReplicaStatus.WARMING, engine.note)
         await probe.readings()  # an engine without gauges must not be ready until the first poll
         model = await probe.model()
         replica.model, engine.served = model.name, model[:3]
@@ -500,7 +500,9 @@ class Supervisor:
         self.fleet.note_template(report.template)
         engine.was_ready, engine.ready_at, engine.note = True, time.monotonic(), None
         replica.progressed(engine.ready_at)
-        self._mark(replica, ReplicaState.DRAINING if engine.held else ReplicaState.READY, engine.held or engine.remark)
+        self._mark(
+            replica, ReplicaStatus.DRAINING if engine.held else ReplicaStatus.READY, engine.held or engine.remark
+        )
 
     async def _compare(self, replica: Replica, probe: EngineProbe, canary: Canary) -> None:
         """Compare an engine's answers with those recorded, and its speed with the profile while nothing else computes."""
@@ -565,7 +567,7 @@ class Supervisor:
             engine.replica.note_gauges(gauges)
             await self._judge(engine, probe, counters, moved=known is not None and counters != known)
             known = counters
-        self._mark(engine.replica, ReplicaState.UNREACHABLE, why)
+        self._mark(engine.replica, ReplicaStatus.UNREACHABLE, why)
 
     async def _judge(self, engine: Engine, probe: EngineProbe, counters: Counters, *, moved: bool) -> None:
         """Find out whether an engine has become too slow.
@@ -598,7 +600,7 @@ class Supervisor:
             engine.recycle = None
 
     def _ready_beside(self, replica: Replica) -> list[Replica]:
-        return [r for r in self.fleet.replicas if r is not replica and r.state is ReplicaState.READY]
+        return [r for r in self.fleet.replicas if r is not replica and r.state is ReplicaStatus.READY]
 
     def _spare(self, engine: Engine, worn: str, others: Sequence[Replica], now: float) -> None:
         """Raise ``EngineSlow`` if another replica of its tier can do a slow engine's work: better slow answers than none."""

@@ -15,7 +15,7 @@ from router.settings import LimitSettings
 from tests.unit.router_stack import router_stack
 from tiers.fleet import Fleet
 from tiers.replica import Replica
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import ReplicaStatus, TierName, TierSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -218,7 +218,7 @@ def test_a_fleet_shows_where_engines_are_to_operators_only() -> None:
     spec = TierSpec(TierName.FAST, 2048, 8, 16, urls=("http://10.0.0.5:8000",))
     fleet = Fleet((spec,))
     replica = fleet.add(Replica("fast-0", spec, "http://10.0.0.5:8000", "", "fake", pid=4711))
-    replica.mark(ReplicaState.FAILED, "http://10.0.0.5:8000 does not answer")
+    replica.mark(ReplicaStatus.FAILED, "http://10.0.0.5:8000 does not answer")
     shown = {
         inside: render_fleet(fleet.snapshot(), "m", "machine", fleet.sources, inside=inside) for inside in (True, False)
     }

@@ -13,7 +13,7 @@ import pytest
 from tests.fakes.engine import ANSWER, Behaviour
 from tests.unit.own_engines import until
 from tests.unit.router_stack import events, router_stack
-from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -201,7 +201,7 @@ async def test_full_tier_sends_elsewhere_and_full_fleet_refuses(tmp_path: Path) 
 async def test_dead_engine_is_seen_and_avoided(tmp_path: Path) -> None:
     """A replica that stops answering probes leaves the rotation, and requests go on elsewhere."""
     async with router_stack(tmp_path) as stack:
-        stack.fleet.replicas[0].mark(ReplicaState.FAILED, "killed")
+        stack.fleet.replicas[0].mark(ReplicaStatus.FAILED, "killed")
         answer = await stack.generate(tier="fast")
         assert answer.headers["x-qarr-tier"] == "balanced"
         assert "hint fast not taken: is failed" in answer.headers["x-qarr-reason"]
@@ -228,9 +228,9 @@ async def test_health_tells_what_is_wrong(tmp_path: Path) -> None:
 
         assert await health() == {"status": "healthy", "reasons": []}
         fast, balanced, _ = stack.fleet.replicas
-        fast.mark(ReplicaState.READY, "slower: GPU 0 is throttled: it is hot")
+        fast.mark(ReplicaStatus.READY, "slower: GPU 0 is throttled: it is hot")
         assert await health() == {"status": "degraded", "reasons": ["fast-0: slower: GPU 0 is throttled: it is hot"]}
-        fast.mark(ReplicaState.READY)
+        fast.mark(ReplicaStatus.READY)
         stack.fleet.remove(balanced)
         assert (await health())["reasons"] == ["tier balanced is stopped"]
         stack.fleet.configure(replace(stack.fleet.spec(balanced.spec.name), urls=(), replicas=0))
@@ -241,7 +241,7 @@ async def test_nothing_ready_is_503(tmp_path: Path) -> None:
     """With no tier ready, /readyz and /generate answer 503 and /healthz still 200."""
     async with router_stack(tmp_path) as stack:
         for replica in stack.fleet.replicas:
-            replica.mark(ReplicaState.FAILED)
+            replica.mark(ReplicaStatus.FAILED)
         assert (await stack.client.get(f"{stack.url}/readyz")).status_code == 503
         health = await stack.client.get(f"{stack.url}/health")
         assert (health.status_code, health.json()["status"]) == (503, "unhealthy")

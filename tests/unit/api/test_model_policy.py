@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.unit.router_stack import router_stack
-from tiers.spec import STANDARD_TIERS, ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,7 +89,7 @@ async def test_the_body_wins_over_the_header_and_the_header_over_the_settings(tm
     for setting in ("require", "prefer"):
         options = {"openai": {"tier_policy": setting, "aliases": {"quick": "fast"}}}
         async with router_stack(tmp_path, options) as stack:
-            stack.fleet.replicas[0].mark(ReplicaState.FAILED)
+            stack.fleet.replicas[0].mark(ReplicaStatus.FAILED)
             for policy, headers, body, others in SAID:
                 if policy == setting:
                     answer = await ask(stack, path, headers, **body)

@@ -18,7 +18,7 @@ from router.upstream.json_object import JsonObject
 from tests.unit.router_stack import router_stack
 from tiers.fleet import Fleet
 from tiers.replica import Replica
-from tiers.spec import STANDARD_TIERS, Draft, ReplicaState, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, Draft, ReplicaStatus, TierName, TierSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -160,7 +160,7 @@ async def test_endpoints_tell_their_load(tmp_path: Path) -> None:
         await asyncio.gather(*asked, return_exceptions=True)
         for replica in stack.fleet.replicas:
             if replica.spec.name is TierName.PRECISE:
-                replica.state = ReplicaState.STOPPED
+                replica.state = ReplicaStatus.STOPPED
         (precise,) = (await stack.client.get(url.replace("fast", "precise"))).json()["data"]["endpoints"]
         assert (precise["status"], precise["state"], precise["replicas_ready"]) == (-10, "stopped", 0)
         stack.fleet.specs = tuple(replace(s, draft=Draft("ngram", 4)) for s in stack.fleet.specs)

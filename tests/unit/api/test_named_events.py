@@ -13,7 +13,7 @@ import pytest
 from router.auth.api_keys import add_key
 from tests.fakes.engine import ANSWER, Behaviour
 from tests.unit.router_stack import events, router_stack
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import ReplicaStatus, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -266,7 +266,7 @@ async def test_errors_have_the_form_of_their_api(tmp_path: Path, path: str) -> N
         answers.append((next(a for a in several if a.status_code != 200), 503, "overloaded_error", "slots taken"))
         assert answers[-1][0].headers["retry-after"] == "1"
         for replica in stack.fleet.replicas:
-            replica.mark(ReplicaState.FAILED)
+            replica.mark(ReplicaStatus.FAILED)
         answers.append((await ask(stack, path), 503, "overloaded_error", "failed"))
         for answer, status, kind, words in answers:
             assert (answer.status_code, words in message_of(answer)) == (status, True), answer.text
@@ -327,7 +327,7 @@ async def test_quotas_count_the_tokens_that_were_used(tmp_path: Path, path: str,
 async def test_tokens_are_counted_by_an_engine(tmp_path: Path) -> None:
     """By any that is ready, in vLLM's words; its refusal has Anthropic's form."""
     async with router_stack(tmp_path) as stack:
-        stack.fleet.replicas[0].mark(ReplicaState.FAILED)
+        stack.fleet.replicas[0].mark(ReplicaStatus.FAILED)
         async with anthropic.AsyncAnthropic(base_url=stack.url, api_key="unused", max_retries=0) as client:
             counted = await client.messages.count_tokens(model="auto", messages=HI)
             assert counted.input_tokens == 7
@@ -337,7 +337,7 @@ async def test_tokens_are_counted_by_an_engine(tmp_path: Path) -> None:
             with pytest.raises(anthropic.NotFoundError):
                 await client.messages.count_tokens(model="claude", messages=HI)
         for replica in stack.fleet.replicas:
-            replica.mark(ReplicaState.FAILED)
+            replica.mark(ReplicaStatus.FAILED)
         none = await stack.client.post(stack.url + COUNT, json={"messages": HI})
         assert (none.status_code, none.json()["error"]["type"]) == (503, "overloaded_error")
         assert stack.leases() == 0

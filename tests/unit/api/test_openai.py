@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.engine import ANSWER, FINGERPRINT, Behaviour
 from tests.unit.router_stack import router_stack
-from tiers.spec import STANDARD_TIERS, Draft, ReplicaState, TierName
+from tiers.spec import STANDARD_TIERS, Draft, ReplicaStatus, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -262,12 +262,12 @@ async def test_tokens_are_passed_on(tmp_path: Path) -> None:
     """Any ready engine tokenizes, under our names for the model; a failed tier is passed over."""
     async with router_stack(tmp_path) as stack:
         for name in (TierName.FAST, TierName.BALANCED):
-            stack.fleet.replicas[STANDARD_TIERS.index(name)].mark(ReplicaState.FAILED)
+            stack.fleet.replicas[STANDARD_TIERS.index(name)].mark(ReplicaStatus.FAILED)
         answer = await stack.client.post(f"{stack.url}/tokenize", json={"model": "auto", "prompt": "a bc"})
         assert answer.json()["tokens"] == [1, 2]
         back = await stack.client.post(f"{stack.url}/detokenize", json={"tokens": [1, 2]})
         assert back.json() == {"prompt": "x xx"}
-        stack.fleet.replicas[2].mark(ReplicaState.FAILED)
+        stack.fleet.replicas[2].mark(ReplicaStatus.FAILED)
         none = await stack.client.post(f"{stack.url}/tokenize", json={"prompt": "a"})
         assert (none.status_code, none.json()["error"]["code"]) == (503, "at_capacity")
         assert stack.leases() == 0
@@ -297,7 +297,7 @@ async def test_errors_of_our_own_have_openais_form(tmp_path: Path) -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "at_capacity")
         assert refused.headers["retry-after"] == "1"
         for replica in stack.fleet.replicas:
-            replica.mark(ReplicaState.FAILED)
+            replica.mark(ReplicaStatus.FAILED)
         down = await chat(stack)
         assert (down.status_code, down.json()["error"]["type"]) == (503, "server_error")
         lost = await stack.client.get(f"{stack.url}/v1/nothing")

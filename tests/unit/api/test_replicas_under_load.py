@@ -12,7 +12,7 @@ import pytest
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.unit.own_engines import until
 from tests.unit.router_stack import Stack, events, router_stack
-from tiers.spec import ReplicaState
+from tiers.spec import ReplicaStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -76,7 +76,7 @@ async def test_twenty_replicas_come_and_go_under_load_without_a_failed_request(t
                 assert answer.status_code == httpx.codes.CREATED
                 added.append(answer.json()["id"])
             new = [replica for replica in fleet.replicas if replica.id in added]
-            await until(lambda: all(r.state is ReplicaState.READY and r.served for r in new))
+            await until(lambda: all(r.state is ReplicaStatus.READY and r.served for r in new))
             assert "fast-1" in (await stack.client.get(f"{stack.url}/metrics")).text
             for name in added:
                 answer = await stack.client.post(f"{stack.url}/admin/replicas/{name}/remove")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
-from router.auth.api_keys import KeysError, KeyStore, Unauthorized, add_key, read_keys, revoke_key
+from router.auth.access import KeyStore
+from router.auth.api_keys import KeysError, Unauthorized, add_key, read_keys, revoke_key
 from router.cli.main import make_app
 from router.deployment.listening import ListenError, open_keys
 from router.settings import load_settings
@@ -56,7 +57,7 @@ def test_wrong_and_revoked_keys_are_refused(keys_file: Path) -> None:
 
 def test_a_running_store_sees_changes(keys_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys made and revoked later count without a restart; a file that breaks or goes away changes nothing."""
-    monkeypatch.setattr("router.auth.api_keys.RELOAD_S", 0.0)
+    monkeypatch.setattr("router.auth.access.RELOAD_S", 0.0)
     store = KeyStore(keys_file)
     assert not store.required
     key, _ = add_key(keys_file, "one")

@@ -7,7 +7,6 @@ import random
 import time
 from collections import Counter
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -306,7 +305,7 @@ async def test_giving_back_twice_counts_once(redis_server: RedisServer) -> None:
         assert grant is not None
         assert quotas._shared is not None
         for _ in range(2):
-            await quotas._shared.give_back(replace(grant._taken, requests=0, tokens=30))
+            await quotas._shared.give_back(grant._taken._replace(requests=0, tokens=30))
         assert await held(operator, who) == (0, 1, 70)
 
 
@@ -418,5 +417,5 @@ async def test_a_client_that_is_cancelled_twice_leaves_no_slot(redis_server: Red
                 grant = None
             if grant is not None:
                 await grant.settle(None)
-            await until(lambda: not quotas._work)
+            await until(lambda: not quotas._work.tasks)
             assert await held(operator, who) == (0, 0, 0)

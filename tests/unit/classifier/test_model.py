@@ -1,6 +1,7 @@
 """The model and its weights file: what it reads of a text, how a file is learned, and what is refused."""
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -14,21 +15,24 @@ from hypothesis import strategies as st
 
 from classifier import WeightsError, explain
 from classifier.kinds import JUDGED
-from classifier.model import ASKS, CONTAINS, OUTPUTS, WEIGHTS_FILE, load_model, logistic, shipped_model, softmax
-from classifier.reading import (
+from classifier.model import (
+    ASKS,
+    CONTAINS,
     EDGE_WORDS,
     FIRST,
     LANGUAGE_ROWS,
     LANGUAGE_RUNS,
     LAST,
     MARKS,
+    OUTPUTS,
     ROWS,
     RUNS,
     SHAPE_WIDTH,
-    excerpt,
+    WEIGHTS_FILE,
     language_rows,
+    load_model,
     read,
-    split,
+    shipped_model,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,8 +40,8 @@ TEXT = st.text(st.characters(), max_size=300)  # unpaired surrogates too
 
 
 def words(text: str) -> list[str]:
-    starts = split(f"\n{text}\n")[0].tolist()
-    line = f"{text}\n"
+    found = read(text)
+    starts, line = found.starts.tolist(), found.line[1:]
     return [line[a:b].rstrip(" \n") for a, b in zip(starts, [*starts, len(line)][1:], strict=True)]
 
 
@@ -99,7 +103,7 @@ def test_a_word_has_one_row_wherever_it_stands(parts: list[str]) -> None:
 def test_long_texts_are_read_at_both_ends() -> None:
     """Of a long text the middle is not read."""
     head, tail = "a" * 4000, "b" * 2000
-    assert excerpt(f"{head}middle{tail}") == f"{head}\n{tail}"
+    assert read(f"{head}middle{tail}").line == f"\n{head}\n{tail}\n"
     first, second = (read(f"{head}{middle}{tail}") for middle in ("one", "two"))
     assert np.array_equal(first.rows, second.rows)
 
@@ -129,12 +133,6 @@ def test_probabilities(text: str) -> None:
     assert len(found.classes) == len(JUDGED)
     assert sum(found.classes) == pytest.approx(1)
     assert (found.language is None) or found.has_code >= 0.5
-
-
-@given(st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=8))
-def test_softmax_and_logistic(scores: list[float]) -> None:
-    assert sum(softmax(scores)) == pytest.approx(1)
-    assert all(0 < logistic(score) < 1 for score in scores)
 
 
 def test_threads_share_a_model() -> None:
@@ -174,7 +172,8 @@ def test_an_explanation_adds_up() -> None:
         base += float(model.hidden_bias[counting] @ model.hidden_outputs[counting, output])
         expected = getattr(model.predict(text), f"{name}_for_code" if name == "asks" else f"{name}_code")
         total = base + sum(weight for _, weight in told[name])
-        assert logistic(total) == pytest.approx(expected, abs=0.05)  # what is below the least told is missing
+        # What is below the least told is missing.
+        assert 1 / (1 + math.exp(-total)) == pytest.approx(expected, abs=0.05)
 
 
 def test_the_line_break_that_ends_each_prompt_is_not_the_prompts_own() -> None:

@@ -11,7 +11,7 @@ import pytest
 from router.cli.classify import idle_fleet
 from router.settings import load_settings
 from tests.unit.cli.stub_router import qarr, stub_router
-from tiers.spec import STANDARD_TIERS, ReplicaState
+from tiers.spec import STANDARD_TIERS, ReplicaStatus
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,5 +85,5 @@ def test_the_idle_fleet_has_a_ready_replica_in_each_tier() -> None:
     assert [tier.spec.name for tier in fleet.tiers] == list(STANDARD_TIERS)
     assert [tier.spec.max_model_len for tier in fleet.tiers] == [100, 4096, 8192]
     assert fleet.tiers[0].spec.max_in_flight == 3
-    assert {r.state for tier in fleet.tiers for r in tier.replicas} == {ReplicaState.READY}
+    assert {r.state for tier in fleet.tiers for r in tier.replicas} == {ReplicaStatus.READY}
     assert {r.in_flight for tier in fleet.tiers for r in tier.replicas} == {0}

@@ -17,7 +17,7 @@ from router.policy.decision import Refusal
 from router.telemetry.record import Outcome
 from tests.unit.records import decision, record
 from tests.unit.router_stack import router_stack
-from tiers.spec import STANDARD_TIERS, ReplicaState
+from tiers.spec import STANDARD_TIERS, ReplicaStatus
 
 if TYPE_CHECKING:
     from router.telemetry.record import RequestRecord
@@ -159,7 +159,7 @@ async def test_a_scrape_reads_the_fleet_as_it_is(tmp_path: Path) -> None:
         assert before["qarr_loss_bound_ratio", "code"] == 0.05
         lease = stack.fleet.lease(FAST, prompt_tokens=10, max_tokens=10, sequences=3)
         assert lease is not None
-        first.mark(ReplicaState.DRAINING)
+        first.mark(ReplicaStatus.DRAINING)
         stack.fleet.failures[FAST, "EngineBroke"] += 2
         stack.fleet.restarts[FAST] += 1
         during = await scrape(stack)

@@ -18,7 +18,7 @@ from router.settings import load_settings
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.snapshot import Gauges
-from tiers.spec import STANDARD_TIERS, ReplicaState, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,7 +68,7 @@ def door(tmp_path: Path, places: dict[TierName, int], *, replicas: int = 1, **op
     fleet = Fleet(specs)
     for spec in specs:
         for number in range(replicas):
-            fleet.add(Replica(f"{spec.name}-{number}", spec, "u", "", "m", state=ReplicaState.READY))
+            fleet.add(Replica(f"{spec.name}-{number}", spec, "u", "", "m", state=ReplicaStatus.READY))
     policy = PolicyStore(settings.policy, fleet)
     return Entrance(Admission(fleet, policy, settings.admission), fleet, policy)
 
@@ -251,7 +251,7 @@ async def test_who_is_refused_or_gives_up_leaves_nothing(tmp_path: Path) -> None
     await at.seen()
     with pytest.raises(Refused, match="are waiting already"):
         batch.result()
-    at.fleet.replicas[0].mark(ReplicaState.FAILED)
+    at.fleet.replicas[0].mark(ReplicaStatus.FAILED)
     await at.end(held)
     with pytest.raises(Refused):
         urgent.result()

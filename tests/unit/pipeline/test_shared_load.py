@@ -18,7 +18,7 @@ from tiers.breaker import Breaker, BreakerOptions, BreakerState
 from tiers.fleet import Fleet
 from tiers.replica import FOREIGN_POLLS, NO_PEERS, PeerLoad, Replica, Share
 from tiers.snapshot import Gauges
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import ReplicaStatus, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -41,7 +41,7 @@ def make_fleet(replicas: int = 2, limit: int = LIMIT) -> Fleet:
     spec = TierSpec(FAST, 2048, 16, limit)
     fleet = Fleet((spec,))
     for number in range(replicas):
-        fleet.add(Replica(f"fast-{number}", spec, f"http://e{number}", "", "m", state=ReplicaState.READY))
+        fleet.add(Replica(f"fast-{number}", spec, f"http://e{number}", "", "m", state=ReplicaStatus.READY))
     return fleet
 
 

@@ -14,7 +14,7 @@ from tiers.breaker import BreakerOptions, BreakerState
 from tiers.fleet import Fleet
 from tiers.replica import FleetOptions, Replica
 from tiers.snapshot import Gauges
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import ReplicaStatus, TierName, TierSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -266,7 +266,7 @@ def test_long_prompts_wait_while_the_cache_is_full() -> None:
     """From 88 % on they do, and until it is below 79.2 %; short ones do not."""
     spec = TierSpec(FAST, 2048, 16, 32)
     fleet = Fleet((spec,), options=FleetOptions(long_prompt_tokens=100))
-    replica = fleet.add(Replica("fast-0", spec, "u", "", "m", state=ReplicaState.READY))
+    replica = fleet.add(Replica("fast-0", spec, "u", "", "m", state=ReplicaStatus.READY))
     for usage, open_to_long in ((0.87, True), (0.88, False), (0.80, False), (0.79, True), (0.87, True)):
         replica.note_gauges(Gauges(1, 0, usage))
         lease = fleet.lease(FAST, prompt_tokens=101, max_tokens=1)
@@ -285,7 +285,7 @@ def test_tokens_are_limited_as_well_as_requests() -> None:
     """What requests hold of the KV cache is counted when they come, and a lone request is never turned away."""
     spec = TierSpec(FAST, 2048, 16, 32)
     fleet = Fleet((spec,))
-    replica = fleet.add(Replica("fast-0", spec, "u", "", "m", state=ReplicaState.READY))
+    replica = fleet.add(Replica("fast-0", spec, "u", "", "m", state=ReplicaStatus.READY))
     replica.note_gauges(Gauges(0, 0, 0.0, 1000))
     first = fleet.lease(FAST, prompt_tokens=1500, max_tokens=100)
     assert first is not None

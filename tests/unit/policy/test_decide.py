@@ -15,7 +15,7 @@ from router.policy.decision import Basis, PolicyParameters, Query, Refusal, Sla
 from router.policy.explain import CHOSEN, verdict, verdicts
 from router.policy.losses import ExpectedLoss
 from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
-from tiers.spec import STANDARD_TIERS, Draft, ReplicaState, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, Draft, ReplicaStatus, TierName, TierSpec
 from tiers.speed import Load, SpeedModel, Trend
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
@@ -60,7 +60,7 @@ def fleet(
 ) -> FleetSnapshot:
     tiers = []
     for name in STANDARD_TIERS:
-        state = (states or {}).get(name, ReplicaState.READY)
+        state = (states or {}).get(name, ReplicaStatus.READY)
         speed = (speeds or {}).get(name)
         load = (loads or {}).get(name, Load(busy))
         trend = Trend(0.0, speed.ttft_spread**2 if speed else 0.0, 0.0)
@@ -153,16 +153,16 @@ def test_hint_that_cannot_be_honoured_is_named() -> None:
     long = decide(query(prompt_tokens=3000, hint=FAST), fleet(), TABLE)
     assert long.tier is BALANCED
     assert "hint fast not taken: 3000 prompt + 100 output tokens exceed its context of 2048" in long.reason
-    dead = decide(query(hint=FAST), fleet({FAST: ReplicaState.FAILED}), TABLE)
+    dead = decide(query(hint=FAST), fleet({FAST: ReplicaStatus.FAILED}), TABLE)
     assert dead.tier is BALANCED
     assert dead.reason.startswith("hint fast not taken: is failed; ")  # what was asked for comes first
 
 
 def test_hint_that_is_not_ready_is_a_floor() -> None:
     """Who asks for balanced gets precise rather than fast when balanced is away, and fast only when nothing else is left."""
-    away = {BALANCED: ReplicaState.FAILED}
+    away = {BALANCED: ReplicaStatus.FAILED}
     assert decide(query(hint=BALANCED), fleet(away), TABLE).tier is PRECISE
-    left = decide(query(hint=BALANCED), fleet({**away, PRECISE: ReplicaState.FAILED}), TABLE)
+    left = decide(query(hint=BALANCED), fleet({**away, PRECISE: ReplicaStatus.FAILED}), TABLE)
     assert left.tier is FAST
     assert "degraded to fast: hint balanced wants balanced or higher" in left.reason
 
@@ -172,7 +172,7 @@ def test_required_tier_or_refusal() -> None:
     taken = decide(query(hint=FAST, require=True), fleet(), TABLE)
     assert (taken.tier, fallbacks(taken)) == (FAST, ())
     assert (
-        decide(query(hint=FAST, require=True), fleet({FAST: ReplicaState.WARMING}), TABLE).refusal is Refusal.NOT_READY
+        decide(query(hint=FAST, require=True), fleet({FAST: ReplicaStatus.WARMING}), TABLE).refusal is Refusal.NOT_READY
     )
     assert decide(query(hint=FAST, require=True, prompt_tokens=3000), fleet(), TABLE).refusal is Refusal.TOO_LONG
     assert decide(query(hint=FAST, require=True), fleet(busy=32), TABLE).refusal is Refusal.AT_CAPACITY
@@ -180,7 +180,7 @@ def test_required_tier_or_refusal() -> None:
 
 def test_class_that_nothing_allows_is_degraded_and_says_so() -> None:
     """With only a lower tier left the request is served there, disclosed as degraded."""
-    states = dict.fromkeys((BALANCED, PRECISE), ReplicaState.FAILED)
+    states = dict.fromkeys((BALANCED, PRECISE), ReplicaStatus.FAILED)
     decision = decide(query(PromptClass.CODE), fleet(states), TABLE)
     assert decision.tier is FAST
     assert decision.reason.startswith(
@@ -240,7 +240,7 @@ def test_who_takes_over_is_decided_as_things_stand() -> None:
     """Full tiers may, in the same order as fallbacks; what is not ready, not allowed or too small may not, nor others at all."""
     assert successors(FAST, query(), fleet(busy=32), TABLE) == (BALANCED, PRECISE)
     assert successors(BALANCED, query(hint=FAST), fleet(), TABLE) == (PRECISE, FAST)
-    assert successors(FAST, query(), fleet({BALANCED: ReplicaState.STARTING}), TABLE) == (PRECISE,)
+    assert successors(FAST, query(), fleet({BALANCED: ReplicaStatus.STARTING}), TABLE) == (PRECISE,)
     assert successors(FAST, query(allowed=frozenset({FAST, BALANCED})), fleet(), TABLE) == (BALANCED,)
     assert successors(FAST, query(prompt_tokens=5000), fleet(), TABLE) == (PRECISE,)
     assert successors(FAST, query(hint=FAST, require=True), fleet(), TABLE) == ()
@@ -248,7 +248,7 @@ def test_who_takes_over_is_decided_as_things_stand() -> None:
 
 def test_every_tier_has_a_verdict() -> None:
     """The decision says of each tier what is known and why it was taken or not; unknown is None."""
-    decision = decide(query(), fleet({PRECISE: ReplicaState.STARTING}, {FAST: SpeedModel(10, 1, 5)}), TABLE)
+    decision = decide(query(), fleet({PRECISE: ReplicaStatus.STARTING}, {FAST: SpeedModel(10, 1, 5)}), TABLE)
     assert [v.verdict == CHOSEN for v in verdicts(decision)] == [True, False, False]
     assert verdicts(decision)[0].predicted_ttft_ms == 30
     assert verdicts(decision)[1].predicted_ttft_ms is None
@@ -342,7 +342,7 @@ def test_bounds_hold_with_the_confidence_asked_for() -> None:
     """The same bound is met with even odds and not with near certainty, for latency and loss alike."""
     speeds = {FAST: MEASURED[FAST]}
     bound = Sla(tpot_ms=26, confidence=0.5)
-    one = fleet(dict.fromkeys((BALANCED, PRECISE), ReplicaState.FAILED), speeds)
+    one = fleet(dict.fromkeys((BALANCED, PRECISE), ReplicaStatus.FAILED), speeds)
     assert decide(query(sla=bound, require=True), one, PROFILED).tier is FAST
     sure = decide(query(sla=replace(bound, confidence=0.99), require=True), one, PROFILED)
     assert sure.refusal is Refusal.SLA_UNMET
@@ -379,7 +379,7 @@ def test_what_is_given_up_first_is_a_setting(give_up: Any, tier: TierName) -> No
 def test_refusal_says_when() -> None:
     """A required SLA that is out of reach for the load is refused with a time; one out of reach at all without."""
     load = {FAST: Load(sequences=8, output_tokens=800)}
-    only = dict.fromkeys((BALANCED, PRECISE), ReplicaState.FAILED)
+    only = dict.fromkeys((BALANCED, PRECISE), ReplicaStatus.FAILED)
     asked = query(sla=Sla(tpot_ms=35), require=True)
     busy = decide(asked, fleet(only, MEASURED, loads=load), PROFILED)
     assert busy.refusal is Refusal.SLA_UNMET
@@ -492,7 +492,7 @@ def test_an_unknown_time_meets_no_bound(sla: Sla) -> None:
 
 def test_a_tier_that_nothing_is_known_of_may_lose_everything() -> None:
     """It meets no bound on loss; the highest precision loses nothing."""
-    away = fleet({PRECISE: ReplicaState.FAILED})
+    away = fleet({PRECISE: ReplicaStatus.FAILED})
     unknown = PolicyParameters()
     assert decide(query(sla=Sla(max_quality_loss=0.5), require=True), away, unknown).refusal is Refusal.SLA_UNMET
     assert decide(query(), fleet(), unknown).tier is PRECISE

@@ -15,7 +15,7 @@ from router.policy.decision import PolicyParameters, Refused
 from router.policy.explain import CHOSEN, verdict, verdicts
 from router.policy.losses import NO_LOSS, ExpectedLoss
 from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, features, fleet, query
-from tiers.spec import STANDARD_TIERS, ReplicaState
+from tiers.spec import STANDARD_TIERS, ReplicaStatus
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 LOSS = ExpectedLoss(0.2, 0.1, 0.3)
@@ -82,7 +82,7 @@ def test_a_decision_is_plain_data() -> None:
 
 
 def test_a_refusal_has_reports_and_no_chosen_one() -> None:
-    decision = decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaState.FAILED)), TABLE)
+    decision = decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaStatus.FAILED)), TABLE)
     assert decision.chosen is None
     assert len(verdicts(decision)) == 3
     assert str(Refused(decision)) == "fast is failed; balanced is failed; precise is failed"

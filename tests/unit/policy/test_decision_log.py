@@ -22,7 +22,7 @@ from router.policy.decision_log import (
 from router.policy.profiles import ProfileError
 from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, fleet, query, warmed
 from tiers.prefix_memory import Part, Prefix
-from tiers.spec import STANDARD_TIERS, ReplicaState
+from tiers.spec import STANDARD_TIERS, ReplicaStatus
 from tiers.speed import Load
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def written(path: Path) -> list[Record]:
     asked = query(hint=FAST, sla=Sla(ttft_ms=500, confidence=0.8), allowed=frozenset({FAST, PRECISE}), sequences=2)
     log.decided("r1", decide(asked, busy, PROFILED), busy, PROFILED)
     log.ended(ENDED)
-    failed = fleet(dict.fromkeys(STANDARD_TIERS, ReplicaState.FAILED))
+    failed = fleet(dict.fromkeys(STANDARD_TIERS, ReplicaStatus.FAILED))
     log.decided("r2", decide(query(), failed, PROFILED), failed, PROFILED)
     log.close()
     return list(read_log(path))

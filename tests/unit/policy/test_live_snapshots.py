@@ -19,7 +19,7 @@ from tiers.fleet import Fleet, Lease
 from tiers.prefix_memory import Part, Prefix
 from tiers.replica import FleetOptions, PeerLoad, Replica, Share
 from tiers.snapshot import FleetSnapshot, Gauges, ReplicaSnapshot, TierSnapshot
-from tiers.spec import STANDARD_TIERS, ReplicaState, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 from tiers.speed import ALWAYS_MS, MOST_BESIDE, PREFILL_MEMORY_MS, STEADY, Load, SpeedModel
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def warmed(copies: list[ReplicaSnapshot], members: list[Replica], prefix: Prefix
     if prefix is None:
         return tuple(copies)
     cached, home = [r.cached_tokens(prefix) for r in members], None
-    open_ones = [copy.id for copy in copies if copy.state is ReplicaState.READY and copy.admits]
+    open_ones = [copy.id for copy in copies if copy.state is ReplicaStatus.READY and copy.admits]
     if prefix.session and len(set(cached)) == 1 and len(copies) > 1 and open_ones:
         home = open_ones[prefix.home(open_ones)]
     each = zip(copies, cached, strict=True)
@@ -123,7 +123,7 @@ class World:
 
     def add(self) -> None:
         spec, number = self.pick(*self.specs), self.random.getrandbits(40)
-        self.fleet.add(Replica(f"{spec.name}-{number}", spec, "u", "", "m")).mark(ReplicaState.READY)
+        self.fleet.add(Replica(f"{spec.name}-{number}", spec, "u", "", "m")).mark(ReplicaStatus.READY)
 
     def speed(self) -> SpeedModel:
         return SpeedModel(
@@ -188,7 +188,7 @@ class World:
             lambda: replica.note_gauges(Gauges(self.pick(0, 9), 1, self.pick(0.1, 0.85, 0.95), self.pick(None, 3000))),
             lambda: setattr(replica, "share", self.pick(None, Share(self.pick(0, 2, 9), until))),
             lambda: replica.note_others(PeerLoad(self.pick(0, 2), 300, 400, 500), until),
-            lambda: replica.mark(self.pick(ReplicaState.READY, ReplicaState.READY, *ReplicaState), "why"),
+            lambda: replica.mark(self.pick(ReplicaStatus.READY, ReplicaStatus.READY, *ReplicaStatus), "why"),
             lambda: replica.measured(self.speed()),
             lambda: setattr(replica, "speed", None),
             lambda: setattr(replica, "pid", self.pick(None, 7)),

@@ -13,7 +13,7 @@ from router.policy.decision import Basis, Refusal, Sla
 from router.policy.explain import verdicts
 from tests.unit.policy.test_decide import BALANCED, FAST, PRECISE, TABLE, fleet, query
 from tiers.quantization import quantizations_of, shown_quantization
-from tiers.spec import ReplicaState
+from tiers.spec import ReplicaStatus
 from tiers.speed import SpeedModel
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def test_a_hint_beyond_the_allowed_is_not_taken() -> None:
 def test_a_tier_whose_precision_is_not_known_yet_may_turn_out_to_fit() -> None:
     """While it starts the request is refused for now; once it is ready and cannot say, it is excluded."""
     asked = query(precisions=frozenset({"bf16"}))
-    starting = known(fleet({PRECISE: ReplicaState.STARTING}), precise="unknown")
+    starting = known(fleet({PRECISE: ReplicaStatus.STARTING}), precise="unknown")
     assert decide(asked, starting, TABLE).refusal is Refusal.NOT_READY
     assert decide(replace(asked, only=frozenset({FAST})), starting, TABLE).refusal is Refusal.EXCLUDED
     assert decide(asked, known(fleet(), precise="unknown"), TABLE).refusal is Refusal.EXCLUDED

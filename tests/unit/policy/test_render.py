@@ -10,7 +10,7 @@ from router.policy.decide import decide
 from router.policy.explain import verdict
 from router.policy.render import render_decision, render_features, render_verdict
 from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, fleet, query
-from tiers.spec import PRECISIONS, STANDARD_TIERS, ReplicaState
+from tiers.spec import PRECISIONS, STANDARD_TIERS, ReplicaStatus
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 
@@ -32,7 +32,7 @@ def test_a_decision_is_json_with_every_tier() -> None:
 
 def test_a_refusal_has_no_tier_and_says_when() -> None:
     """A fleet that starts is worth another try, after the time that starting takes."""
-    rendered = render_decision(decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaState.WARMING)), TABLE))
+    rendered = render_decision(decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaStatus.WARMING)), TABLE))
     assert (rendered["tier"], rendered["precision"], rendered["fallbacks"]) == (None, None, [])
     assert rendered["retry_after_s"] == 10
     assert {report["state"] for report in rendered["tiers"]} == {"warming"}

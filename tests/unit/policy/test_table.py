@@ -19,7 +19,7 @@ from tests.unit.policy.made_profiles import IDENTITIES, counted, fit, latency, q
 from tests.unit.policy.test_decide import TABLE, fleet, query
 from tiers.fleet import Fleet
 from tiers.replica import Replica
-from tiers.spec import STANDARD_TIERS, ReplicaState, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -211,10 +211,10 @@ def test_successors_are_those_of_the_fleet_now() -> None:
     store = PolicyStore(settings(), fleet)
     assert store.successors(FAST, query()) == ()
     fast, precise = (
-        fleet.add(Replica(f"{spec.name}-0", spec, "u", "", "m", state=ReplicaState.READY))
+        fleet.add(Replica(f"{spec.name}-0", spec, "u", "", "m", state=ReplicaStatus.READY))
         for spec in (fleet.specs[0], fleet.specs[2])
     )
     assert store.successors(FAST, query()) == (PRECISE,)
-    precise.state = ReplicaState.FAILED
+    precise.state = ReplicaStatus.FAILED
     assert store.successors(FAST, query()) == ()
     assert store.successors(BALANCED, query()) == (fast.spec.name,)

@@ -16,7 +16,7 @@ from router.profiling.profile_files import only_one
 from tests.unit.measuring_router import QUICK, TASKS, engines, measuring_router
 from tests.unit.own_engines import until
 from tests.unit.own_router import QARR
-from tiers.spec import STANDARD_TIERS, ReplicaState
+from tiers.spec import STANDARD_TIERS, ReplicaStatus
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,11 +28,11 @@ async def test_it_begins_when_all_tiers_are_ready_and_measures_once(tmp_path: Pa
     async with measuring_router(tmp_path, engines(), ready=False) as own:
         first, *others = own.fleet.replicas
         for replica in others:
-            replica.mark(ReplicaState.READY)
+            replica.mark(ReplicaStatus.READY)
         found = await own.comes_to(state="waiting", what=None, detail="tiers are starting")
         assert found["measured"] == {"latency": [], "quality": []}
         assert not any(engine.requests for engine in own.engines)
-        first.mark(ReplicaState.READY)
+        first.mark(ReplicaStatus.READY)
         await own.comes_to(what="latency")
         found = await own.comes_to(state="done")
         assert found["measured"] == {"latency": list(STANDARD_TIERS), "quality": list(STANDARD_TIERS)}
@@ -95,7 +95,7 @@ async def test_it_waits_while_an_engine_elsewhere_is_in_the_fleet(tmp_path: Path
     async with measuring_router(tmp_path, engines(), ready=False) as own:
         own.fleet.replicas[0].source = "command"
         for replica in own.fleet.replicas:
-            replica.mark(ReplicaState.READY)
+            replica.mark(ReplicaStatus.READY)
         await own.comes_to(state="waiting", what=None, detail=ELSEWHERE)
         assert not any(engine.requests for engine in own.engines)
         own.fleet.replicas[0].source = None

@@ -30,7 +30,7 @@ from tests.unit.own_engines import until
 from tests.unit.records import decision
 from tiers.fleet import Fleet
 from tiers.replica import Replica
-from tiers.spec import STANDARD_TIERS, ReplicaState, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -67,7 +67,7 @@ async def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: floa
     async with serving_all(*(FakeEngine(engine).app for engine in engines.values())) as urls:
         fleet = Fleet(tuple(TierSpec(name, 2048, 8, 16) for name in STANDARD_TIERS))
         for spec, url in zip(fleet.specs, urls, strict=True):
-            fleet.add(Replica(f"{spec.name}-0", spec, url, "", "fake")).mark(ReplicaState.READY)
+            fleet.add(Replica(f"{spec.name}-0", spec, url, "", "fake")).mark(ReplicaStatus.READY)
         store, telemetry = PolicyStore(settings.policy, fleet), Telemetry(None)
         upstream = Upstream(fleet, EngineTransport(10), settings.upstream, telemetry, store)
         found = Evaluated(ShadowEvaluation(share, fleet, upstream, telemetry), fleet, engines)
@@ -157,10 +157,10 @@ async def test_an_engine_that_fails_costs_the_sample_only(
 async def test_without_the_reference_samples_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with evaluated(tmp_path, monkeypatch) as one:
         reference = one.fleet.replicas[-1]
-        reference.mark(ReplicaState.DRAINING)
+        reference.mark(ReplicaStatus.DRAINING)
         one.offer()
         await until(lambda: not one.evaluation._samples)
-        reference.mark(ReplicaState.READY)
+        reference.mark(ReplicaStatus.READY)
         one.offer(2)
         await until(lambda: one.checked() == 2)
         assert len(one.engines[FAST].requests) == 2

@@ -23,7 +23,7 @@ from router.telemetry.tracing import Telemetry, engine_target, make_telemetry
 from tests.unit.policy.test_decide import MEASURED, SCARCE, TABLE, fleet, query
 from tests.unit.records import record
 from tiers.replica import Replica
-from tiers.spec import STANDARD_TIERS, OtlpTarget, ReplicaState, TierSpec
+from tiers.spec import STANDARD_TIERS, OtlpTarget, ReplicaStatus, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -316,7 +316,7 @@ def test_a_decision_is_told_with_what_it_expects() -> None:
 def test_a_refusal_has_no_tier() -> None:
     made, exporter, provider = telemetry()
     with server_span(provider):
-        refused = decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaState.FAILED)), TABLE)
+        refused = decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaStatus.FAILED)), TABLE)
         made.record_outcome(ended(decision=refused, outcome=Outcome.REFUSED))
     found = attributes(exporter, "POST")
     assert found["qarr.refusal"] == "not_ready"

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.router_stack import router_stack
 from tiers.fleet import Fleet
 from tiers.replica import Replica
-from tiers.spec import STANDARD_TIERS, ReplicaState, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,13 +27,13 @@ async def test_a_tier_offers_what_all_its_ready_replicas_have() -> None:
     fleet = Fleet((spec,))
     one, two = (fleet.add(Replica(f"fast-{n}", spec, f"http://{n}", "", "m")) for n in range(2))
     assert fleet.note_adapters(one, ("a", "b"))
-    one.mark(ReplicaState.READY)
+    one.mark(ReplicaStatus.READY)
     assert fleet.spec(FAST).adapters == ("a", "b")
     fleet.note_adapters(two, ("b", "c"))
-    two.mark(ReplicaState.READY)
+    two.mark(ReplicaStatus.READY)
     assert fleet.spec(FAST).adapters == ("b",)
     assert not fleet.note_adapters(two, ("b", "c"))
-    one.mark(ReplicaState.UNREACHABLE)
+    one.mark(ReplicaStatus.UNREACHABLE)
     fleet.note_adapters(two, ("b", "c"))
     assert fleet.spec(FAST).adapters == ("b", "c")
 
@@ -74,11 +74,11 @@ async def test_what_an_engine_lost_in_a_restart_is_loaded_again(tmp_path: Path) 
         engine, (replica,) = stack.engines[FAST], [r for r in stack.fleet.replicas if r.spec.name is FAST]
         engine.alive = False
         async with asyncio.timeout(30):
-            while replica.state is ReplicaState.READY:
+            while replica.state is ReplicaStatus.READY:
                 await asyncio.sleep(0.01)
             engine.adapters.clear()
             engine.alive = True
-            while replica.state is not ReplicaState.READY:
+            while replica.state is not ReplicaStatus.READY:
                 await asyncio.sleep(0.01)
         assert engine.adapters == {"support": "/x"}
         assert stack.fleet.spec(FAST).adapters == ("support",)

@@ -10,7 +10,7 @@ from tiers.fleet import Fleet, Lease
 from tiers.prefix_memory import BLOCK_BYTES, Part, Prefix
 from tiers.replica import Replica
 from tiers.snapshot import Gauges
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import SpeedModel
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def make_fleet(replicas: int = 2, speed: SpeedModel | None = None) -> Fleet:
     spec = TierSpec(FAST, 8192, 16, 9)
     fleet = Fleet((spec,))
     for number in range(replicas):
-        replica = Replica(f"fast-{number}", spec, "u", "", "m", state=ReplicaState.READY)
+        replica = Replica(f"fast-{number}", spec, "u", "", "m", state=ReplicaStatus.READY)
         if speed is not None:
             replica.measured(speed)
         fleet.add(replica)
@@ -100,16 +100,16 @@ def test_whole_blocks_of_the_engine_count_and_never_the_whole_prompt() -> None:
         assert held(fleet, longer) == [more]
 
 
-@pytest.mark.parametrize("state", [ReplicaState.STARTING, ReplicaState.FAILED, ReplicaState.UNREACHABLE])
-def test_a_replica_that_restarts_holds_nothing(state: ReplicaState) -> None:
+@pytest.mark.parametrize("state", [ReplicaStatus.STARTING, ReplicaStatus.FAILED, ReplicaStatus.UNREACHABLE])
+def test_a_replica_that_restarts_holds_nothing(state: ReplicaStatus) -> None:
     fleet = make_fleet(1)
     replica = fleet.replicas[0]
     sent(fleet, chat(4)).release()
-    replica.mark(ReplicaState.DRAINING)
-    replica.mark(ReplicaState.READY)
+    replica.mark(ReplicaStatus.DRAINING)
+    replica.mark(ReplicaStatus.READY)
     assert held(fleet, chat(5)) == [512]
     replica.mark(state)
-    replica.mark(ReplicaState.READY)
+    replica.mark(ReplicaStatus.READY)
     assert held(fleet, chat(5)) == [0]
 
 
@@ -186,5 +186,5 @@ def test_a_session_gives_way_to_load_and_to_a_replica_that_is_not_open() -> None
     assert found is not None
     assert found.id == other.id
     busy.release()
-    next(r for r in fleet.replicas if r.id == home.id).mark(ReplicaState.DRAINING)
+    next(r for r in fleet.replicas if r.id == home.id).mark(ReplicaStatus.DRAINING)
     assert sent(fleet, prefix).replica is other

@@ -12,7 +12,7 @@ from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
 from tiers.background import Faults, lasting
 from tiers.replica import Replica
-from tiers.spec import ReplicaState
+from tiers.spec import ReplicaStatus
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,7 +96,7 @@ async def test_the_routers_own_loops_last(
                 count -= (await anext(lines)) == "event: fleet"
 
         await fleets(3)
-        broken = stack.fleet.add(Broken("fast-9", stack.fleet.specs[0], "u", "", "m", state=ReplicaState.FAILED))
+        broken = stack.fleet.add(Broken("fast-9", stack.fleet.specs[0], "u", "", "m", state=ReplicaStatus.FAILED))
         await until(lambda: "the live stream failed and starts again" in caplog.text)
         stack.fleet.remove(broken)
         await fleets(20)

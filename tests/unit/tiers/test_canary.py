@@ -19,7 +19,7 @@ from tiers.errors import CanaryRefused, CheckpointError, ProbeError
 from tiers.lifecycle.canary import TOKENS, Canary, agreement, read_golden, write_golden
 from tiers.plan import machine_name
 from tiers.probe import EngineProbe
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import SpeedModel
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ async def test_the_first_start_records_and_the_next_one_compares(
         detail = own.first.detail or ""
         assert "0% of the tokens agree up to the first divergence, 50% must" in detail
         assert "qarr tiers record fast" in detail
-        assert ReplicaState.READY not in {state for _, state, _ in own.seen}
+        assert ReplicaStatus.READY not in {state for _, state, _ in own.seen}
     elsewhere = Canary(canary.path, "another machine")
     async with own_engines(tmp_path, monkeypatch, behaviour={"first_id": 5}, canary=elsewhere):
         assert [r.machine for r in read_golden(canary.path)] == ["machine", "another machine"]
@@ -91,9 +91,9 @@ async def test_a_refused_engine_is_not_tried_again(tmp_path: Path, monkeypatch: 
         own.next_starts(first_id=5)
         assert own.first.pid is not None
         os.kill(own.first.pid, signal.SIGKILL)
-        await until(lambda: own.first.state is ReplicaState.FAILED)
+        await until(lambda: own.first.state is ReplicaStatus.FAILED)
         assert "its greedy answers are not those of" in (own.first.detail or "")
-        assert len([detail for detail in own.details(ReplicaState.STARTING) if "; in " in detail]) == 1
+        assert len([detail for detail in own.details(ReplicaStatus.STARTING) if "; in " in detail]) == 1
 
 
 @pytest.mark.anyio
@@ -106,7 +106,7 @@ async def test_a_refused_engine_never_replaces_a_good_one(tmp_path: Path, monkey
         await until(lambda: operation.state != "running")
         assert operation.state == "failed"
         assert "its greedy answers are not those of" in operation.detail
-        assert [(r.id, r.state) for r in own.fleet.replicas] == [("fast-0", ReplicaState.READY)]
+        assert [(r.id, r.state) for r in own.fleet.replicas] == [("fast-0", ReplicaStatus.READY)]
 
 
 @pytest.mark.anyio

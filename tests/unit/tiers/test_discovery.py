@@ -17,7 +17,7 @@ from tests.unit.own_engines import until
 from tests.unit.tiers.test_roster import ids, watched
 from tiers.errors import DiscoveryError
 from tiers.lifecycle.discovery import MOST_BYTES, DiscoveryOptions, at_address, parse_file, read_file, resolve
-from tiers.spec import ReplicaState, TierName
+from tiers.spec import ReplicaStatus, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.anyio
 FAST, PRECISE = TierName.FAST, TierName.PRECISE
 TIERS = (FAST, PRECISE)
-READY, WAITING, ABSENT = ReplicaState.READY, ReplicaState.WAITING, ReplicaState.ABSENT
+READY, WAITING, ABSENT = ReplicaStatus.READY, ReplicaStatus.WAITING, ReplicaStatus.ABSENT
 A, B = "http://10.0.0.5:8000", "http://10.0.0.6:8000"
 
 

@@ -16,7 +16,7 @@ from tiers.fleet import Fleet
 from tiers.lifecycle.canary import Canary, read_golden
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
 from tiers.lifecycle.watchdog import WatchdogOptions, Wear
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import SpeedModel
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 FAST = TierName.FAST
-QUARANTINED = ReplicaState.QUARANTINED
+QUARANTINED = ReplicaStatus.QUARANTINED
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ async def elsewhere(
         supervisor.start([], fleet.specs)
         try:
             wanted = len(behaviours) if ready is None else ready
-            await until(lambda: sum(r.state is ReplicaState.READY for r in fleet.replicas) >= wanted)
+            await until(lambda: sum(r.state is ReplicaStatus.READY for r in fleet.replicas) >= wanted)
             yield supervisor
         finally:
             await supervisor.stop()
@@ -82,7 +82,7 @@ async def test_an_engine_that_cannot_say_differs_from_one_that_can(
         assert watched.fleet.spec(FAST).precision == "awq-int4"
         assert "differ" not in caplog.text
         late.alive = True
-        await until(lambda: watched.fleet.replicas[1].state is ReplicaState.READY)
+        await until(lambda: watched.fleet.replicas[1].state is ReplicaStatus.READY)
         assert "the replicas of tier fast differ in precision: awq-int4, unknown" in caplog.text
 
 
@@ -102,9 +102,9 @@ async def test_an_engine_that_was_replaced_is_asked_again(tmp_path: Path) -> Non
     async with elsewhere(tmp_path, behaviour) as watched:
         (replica,) = watched.fleet.replicas
         behaviour.alive = False
-        await until(lambda: replica.state is ReplicaState.UNREACHABLE)
+        await until(lambda: replica.state is ReplicaStatus.UNREACHABLE)
         behaviour.root, behaviour.alive = "made/precise", True
-        await until(lambda: replica.state is ReplicaState.READY)
+        await until(lambda: replica.state is ReplicaStatus.READY)
         assert watched.fleet.spec(FAST).precision == replica.spec.precision == "bf16"
 
 
@@ -117,7 +117,7 @@ async def test_an_engine_that_serves_something_else_is_checked_again(
     async with elsewhere(tmp_path, behaviour) as watched:
         (replica,) = watched.fleet.replicas
         behaviour.root = "made/precise"
-        await until(lambda: replica.spec.precision == "bf16" and replica.state is ReplicaState.READY)
+        await until(lambda: replica.spec.precision == "bf16" and replica.state is ReplicaStatus.READY)
 
 
 def canary_of(tmp_path: Path) -> Canary:
@@ -128,7 +128,7 @@ async def replaced(watched: Supervisor, behaviour: Behaviour, **fields: Any) -> 
     """Stop an engine where it runs, and start it again so that it behaves differently; return its replica."""
     replica = watched.fleet.replicas[0]
     behaviour.alive = False
-    await until(lambda: replica.state is ReplicaState.UNREACHABLE)
+    await until(lambda: replica.state is ReplicaStatus.UNREACHABLE)
     for name, value in fields.items():
         setattr(behaviour, name, value)
     behaviour.alive = True
@@ -176,7 +176,7 @@ async def test_a_quarantined_engine_that_is_mended_and_started_again_serves(tmp_
         replica = await replaced(watched, behaviour, first_id=5)
         await until(lambda: replica.state is QUARANTINED)
         await replaced(watched, behaviour, first_id=0)
-        await until(lambda: replica.state is ReplicaState.READY)
+        await until(lambda: replica.state is ReplicaStatus.READY)
         assert replica.detail is None
 
 
@@ -191,7 +191,7 @@ async def test_resume_compares_a_quarantined_engine_first(tmp_path: Path) -> Non
         assert "fast-0 did not become ready: its greedy answers are not those of" in refused.detail
         behaviour.first_id = 0
         done = await operated(watched, "resume")
-        assert (done.state, done.detail, replica.state) == ("done", "is ready", ReplicaState.READY)
+        assert (done.state, done.detail, replica.state) == ("done", "is ready", ReplicaStatus.READY)
 
 
 async def test_weights_that_were_changed_on_purpose_are_recorded_anew(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ async def test_a_drained_engine_is_compared_too_and_stays_drained(tmp_path: Path
         replica = await replaced(watched, behaviour, first_id=5)
         await until(lambda: replica.state is QUARANTINED)
         await replaced(watched, behaviour, first_id=0)
-        await until(lambda: replica.state is ReplicaState.DRAINING)
+        await until(lambda: replica.state is ReplicaStatus.DRAINING)
         await replaced(watched, behaviour, first_id=5)
         await until(lambda: replica.state is QUARANTINED)
         behaviour.first_id = 0
@@ -269,7 +269,7 @@ async def test_an_engine_that_computes_for_others_does_not_hang(
         for _ in range(75):
             behaviour.tokens += 1
             await asyncio.sleep(0.02)
-        assert (asked, replica.state) == ([], ReplicaState.READY)
+        assert (asked, replica.state) == ([], ReplicaStatus.READY)
         await until(lambda: replica.state is QUARANTINED)
         lease.release()
 
@@ -290,7 +290,7 @@ async def test_a_slow_engine_elsewhere_is_quarantined_if_its_tier_has_another(tm
         slow_down(slow)
         await until(lambda: slow.state is QUARANTINED)
         assert "too slow: answers take " in (slow.detail or "")
-        assert other.state is ReplicaState.READY
+        assert other.state is ReplicaStatus.READY
 
 
 async def test_the_last_engine_of_a_tier_serves_on_however_slow(
@@ -305,7 +305,7 @@ async def test_the_last_engine_of_a_tier_serves_on_however_slow(
         await until(lambda: "fast-0 serves on, as the last ready one of its tier" in caplog.text)
         for _ in range(10):
             await asyncio.sleep(0.02)
-        assert only.state is ReplicaState.READY
+        assert only.state is ReplicaStatus.READY
         assert caplog.text.count("serves on") == 1
 
 

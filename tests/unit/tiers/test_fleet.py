@@ -15,7 +15,7 @@ from tiers.breaker import BreakerState
 from tiers.fleet import Demand, Fleet, Lease
 from tiers.replica import FOREIGN_POLLS, PeerLoad, Replica, Share
 from tiers.snapshot import Gauges, Moment, TemplateTokens, fits, has_slots
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import ALWAYS_MS, HALF_LIFE_S, PREFILL_MEMORY_MS, Seen, SpeedModel, Trend
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def make_fleet(replicas: int = 2, slots: int = 2) -> Fleet:
     spec = TierSpec(FAST, 2048, 16, slots)
     fleet = Fleet((spec,))
     for number in range(replicas):
-        fleet.add(Replica(f"fast-{number}", spec, "u", "", "m", state=ReplicaState.READY))
+        fleet.add(Replica(f"fast-{number}", spec, "u", "", "m", state=ReplicaStatus.READY))
     return fleet
 
 
@@ -70,8 +70,8 @@ def test_counters_return_to_zero_on_every_path() -> None:
     assert (replica.in_flight, replica.prompt_tokens, replica.output_tokens) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("state", [s for s in ReplicaState if s is not ReplicaState.READY])
-def test_only_ready_replicas_are_leased(state: ReplicaState) -> None:
+@pytest.mark.parametrize("state", [s for s in ReplicaStatus if s is not ReplicaStatus.READY])
+def test_only_ready_replicas_are_leased(state: ReplicaStatus) -> None:
     fleet = make_fleet(replicas=1)
     fleet.replicas[0].mark(state)
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
@@ -362,7 +362,7 @@ def test_a_share_bounds_the_slots_and_leaves_one_when_it_is_over() -> None:
 def test_a_new_replica_has_the_share_that_new_ones_get() -> None:
     fleet = make_fleet(replicas=0)
     fleet.first_share = Share(0, math.inf)
-    replica = fleet.add(Replica("fast-0", fleet.specs[0], "u", "", "m", state=ReplicaState.READY))
+    replica = fleet.add(Replica("fast-0", fleet.specs[0], "u", "", "m", state=ReplicaStatus.READY))
     assert replica.limit == 1
 
 
@@ -405,7 +405,7 @@ def test_what_belongs_to_a_process_goes_with_it() -> None:
     replica.note_answer(Seen(1, 1, 1, 0.0, 1.0))
     for _ in range(3):
         replica.breaker.failed(0.0, probe=0)
-    replica.mark(ReplicaState.STARTING, "restart 1")
+    replica.mark(ReplicaStatus.STARTING, "restart 1")
     assert (replica.gauges, replica.speed, replica.kv_pressure, len(replica.seen)) == (None, None, False, 0)
     assert replica.sequences == replica.slots == 1
     assert replica.breaker.admits(0.0)
@@ -417,7 +417,7 @@ def test_what_belongs_to_a_process_goes_with_it() -> None:
 def test_draining_keeps_what_is_known() -> None:
     replica = ready(make_fleet(replicas=1))
     replica.measured(_profiled())
-    replica.mark(ReplicaState.DRAINING)
+    replica.mark(ReplicaStatus.DRAINING)
     assert replica.speed is not None
 
 
@@ -449,7 +449,7 @@ def test_over_the_limit_a_slot_is_taken_all_the_same() -> None:
     leased(fleet)
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
     assert leased(fleet, over_limit=True).replica.slots == 2
-    ready(fleet).mark(ReplicaState.DRAINING)
+    ready(fleet).mark(ReplicaStatus.DRAINING)
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, over_limit=True) is None
 
 
@@ -485,7 +485,7 @@ def test_a_full_replica_expects_what_it_would_take_at_once() -> None:
     """TTFT of a request that the engine queues is not held against the limit as if it were expected."""
     spec = TierSpec(FAST, 2048, 2, 64)
     fleet = Fleet((spec,))
-    replica = fleet.add(Replica("fast-0", spec, "u", "", "m", state=ReplicaState.READY))
+    replica = fleet.add(Replica("fast-0", spec, "u", "", "m", state=ReplicaStatus.READY))
     replica.measured(_profiled())
     for _ in range(2):
         leased(fleet, 10, 1000)
@@ -535,7 +535,7 @@ def test_slots_free_up_as_fast_as_the_model_says_until_ends_are_seen() -> None:
     for _ in range(4):
         leased(fleet, 0, 100)
     assert fleet.freed_per_s(FAST) == pytest.approx(1 / (100 * 2 / 5 * 0.014), rel=0.01)
-    replica.mark(ReplicaState.DRAINING)
+    replica.mark(ReplicaStatus.DRAINING)
     assert fleet.freed_per_s(FAST) == 0
 
 
@@ -552,10 +552,10 @@ def test_slots_free_up_as_fast_as_the_model_says_until_ends_are_seen() -> None:
 def test_a_tier_is_as_good_as_its_best_replica(states: list[str], state: str, *, preparing: bool) -> None:
     fleet = make_fleet(replicas=len(states))
     for replica, name in zip(fleet.replicas, states, strict=True):
-        replica.mark(ReplicaState[name])
+        replica.mark(ReplicaStatus[name])
     if preparing:
         fleet.preparations.expect([FAST], None)
-    assert fleet.snapshot().tier(FAST).state is ReplicaState[state]
+    assert fleet.snapshot().tier(FAST).state is ReplicaStatus[state]
     assert fleet.is_ready(FAST) is ("READY" in states)
 
 
@@ -563,7 +563,7 @@ def test_a_tier_whose_checkpoint_could_not_be_made_has_failed() -> None:
     fleet = make_fleet(replicas=0)
     fleet.preparations.expect([FAST], None)
     fleet.preparations.fail("disk full")
-    assert fleet.snapshot().tier(FAST).state is ReplicaState.FAILED
+    assert fleet.snapshot().tier(FAST).state is ReplicaStatus.FAILED
 
 
 def test_tiers_that_there_are_not() -> None:

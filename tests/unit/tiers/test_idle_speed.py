@@ -16,7 +16,7 @@ from tiers.lifecycle.idle_speed import SAMPLES, IdleSpeed
 from tiers.lifecycle.warmup import WarmupPlan
 from tiers.probe import EngineProbe
 from tiers.replica import Replica
-from tiers.spec import STANDARD_TIERS, ReplicaState, TierSpec
+from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierSpec
 from tiers.speed import SpeedModel
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ async def measured(behaviour: Behaviour) -> AsyncIterator[tuple[Fleet, IdleSpeed
     fleet = Fleet(specs)
     async with serving(FakeEngine(behaviour).app) as url, httpx.AsyncClient(trust_env=False) as client:
         for spec in specs:
-            fleet.add(Replica(f"{spec.name}-0", spec, url, "", "fake", state=ReplicaState.READY))
+            fleet.add(Replica(f"{spec.name}-0", spec, url, "", "fake", state=ReplicaStatus.READY))
         yield fleet, IdleSpeed(fleet, WarmupPlan(), lambda replica: EngineProbe(client, replica.url, ""))
 
 
@@ -46,9 +46,9 @@ async def test_a_fleet_is_quiet_while_nothing_computes() -> None:
             assert not idle.quiet()
             assert idle.quiet(but=fast)
             assert not idle.quiet(but=precise)
-        for state in ReplicaState:
+        for state in ReplicaStatus:
             precise.mark(state)
-            assert idle.quiet() is (state not in {ReplicaState.STARTING, ReplicaState.WARMING})
+            assert idle.quiet() is (state not in {ReplicaStatus.STARTING, ReplicaStatus.WARMING})
         fleet.preparations.expect([PRECISE], None)
         assert not idle.quiet()
 
@@ -93,8 +93,8 @@ async def test_each_replica_is_measured_a_few_times_unless_it_has_a_profile() ->
         assert behaviour.measurements == 2 * SAMPLES
         assert fleet.replicas[0].speed is not None
         assert fleet.replicas[0].speed.source == "idle"
-        fleet.replicas[0].mark(ReplicaState.STARTING)
-        fleet.replicas[0].mark(ReplicaState.READY)
+        fleet.replicas[0].mark(ReplicaStatus.STARTING)
+        fleet.replicas[0].mark(ReplicaStatus.READY)
         await until(lambda: behaviour.measurements == 4 * SAMPLES)  # a new process is measured anew
         running.cancel()
         await asyncio.wait({running})

@@ -16,7 +16,7 @@ from tests.unit.own_engines import until
 from tiers.fleet import Fleet
 from tiers.live_speed import ENOUGH, LiveSpeed, learn
 from tiers.replica import Replica
-from tiers.spec import STANDARD_TIERS, ReplicaState, TierName, TierSpec
+from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 from tiers.speed import Load, Seen, SpeedModel
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ async def test_a_profile_ends_it_and_a_restart_begins_it_anew() -> None:
     spec = TierSpec(TierName.FAST, 2048, SEQS, 32)
     fleet = Fleet((spec,))
     replica = fleet.add(Replica("fast-0", spec, "", "", "m"))
-    replica.mark(ReplicaState.READY)
+    replica.mark(ReplicaStatus.READY)
     live = LiveSpeed(fleet)
     for seen in answers(100):
         replica.note_answer(seen)
@@ -111,8 +111,8 @@ async def test_a_profile_ends_it_and_a_restart_begins_it_anew() -> None:
         replica.note_answer(seen)
     await live.look(replica)
     assert replica.speed is profiled
-    replica.mark(ReplicaState.STARTING)
-    replica.mark(ReplicaState.READY)
+    replica.mark(ReplicaStatus.STARTING)
+    replica.mark(ReplicaStatus.READY)
     await live.look(replica)
     assert replica.speed is None
     assert not replica.seen
@@ -128,7 +128,7 @@ async def test_replicas_that_were_removed_are_forgotten(monkeypatch: pytest.Monk
     learning = asyncio.create_task(live.run())
     for number in range(3):
         replica = fleet.add(Replica(f"fast-{number}", spec, "", "", "m"))
-        replica.mark(ReplicaState.READY)
+        replica.mark(ReplicaStatus.READY)
         for seen in answers(ENOUGH):
             replica.note_answer(seen)
         await until(lambda r=replica: r.speed is not None)

@@ -13,7 +13,7 @@ import pytest
 
 from classifier import EstimatingCounter
 from router.app import wire_router
-from router.auth.api_keys import KeyStore
+from router.auth.access import KeyStore
 from router.settings import load_settings
 from router.telemetry.tracing import Telemetry
 from tests.fakes.engine import serving
@@ -25,13 +25,13 @@ from tiers.lifecycle.engine import Engine
 from tiers.lifecycle.operations import KEPT, Operation, OperationOptions, Operations
 from tiers.lifecycle.watchdog import WatchdogOptions
 from tiers.replica import Replica
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import ReplicaStatus, TierName, TierSpec
 
 if TYPE_CHECKING:
     from tiers.lifecycle.operations import Kind
 
 pytestmark = pytest.mark.anyio
-READY, DRAINING, STARTING = ReplicaState.READY, ReplicaState.DRAINING, ReplicaState.STARTING
+READY, DRAINING, STARTING = ReplicaStatus.READY, ReplicaStatus.DRAINING, ReplicaStatus.STARTING
 QARR = Path(sys.executable).with_name("qarr")
 
 
@@ -95,7 +95,7 @@ async def test_restart_drains_stops_and_starts(tmp_path: Path, monkeypatch: pyte
         lease.release()
         await until(lambda: operation.state == "done")
         assert own.first.pid != pid
-        assert [s for _, s, _ in own.seen][-4:] == [DRAINING, STARTING, ReplicaState.WARMING, READY]
+        assert [s for _, s, _ in own.seen][-4:] == [DRAINING, STARTING, ReplicaStatus.WARMING, READY]
         assert not [detail for detail in own.details(STARTING) if "after:" in detail]
 
 

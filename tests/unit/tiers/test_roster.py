@@ -18,7 +18,7 @@ from tiers.lifecycle.discovery import DiscoveryOptions
 from tiers.lifecycle.operations import OperationOptions
 from tiers.lifecycle.roster import Source, all_wanted
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import ReplicaStatus, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 FAST, PRECISE = TierName.FAST, TierName.PRECISE
-READY, DRAINING = ReplicaState.READY, ReplicaState.DRAINING
+READY, DRAINING = ReplicaStatus.READY, ReplicaStatus.DRAINING
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ async def watched(
         await supervisor.stop()
 
 
-def ids(supervisor: Supervisor, state: ReplicaState | None = READY) -> list[str]:
+def ids(supervisor: Supervisor, state: ReplicaStatus | None = READY) -> list[str]:
     return [replica.id for replica in supervisor.fleet.replicas if state in {None, replica.state}]
 
 
@@ -96,10 +96,10 @@ async def test_an_added_engine_is_warmed_and_compared_before_it_serves(tmp_path:
     canary, behaviour = Canary(tmp_path / "canary.json", "here"), Behaviour(alive=False, root="made/fast")
     async with serving_all(FakeEngine(behaviour).app) as (url,), watched(tmp_path, canary=canary) as supervisor:
         fleet = supervisor.fleet
-        assert fleet.snapshot().tier(FAST).state is ReplicaState.ABSENT
+        assert fleet.snapshot().tier(FAST).state is ReplicaStatus.ABSENT
         replica = add(supervisor, f"{url}/")
         assert (replica.url, replica.source, fleet.spec(FAST).absent) == (url, "command", False)
-        await until(lambda: replica.state is ReplicaState.UNREACHABLE)
+        await until(lambda: replica.state is ReplicaStatus.UNREACHABLE)
         assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
         behaviour.alive = True
         await until(lambda: replica.state is READY)
@@ -126,7 +126,7 @@ async def test_a_removed_engine_drains_and_is_forgotten(tmp_path: Path) -> None:
         await until(lambda: operation.state == "done")
         assert (operation.detail, fleet.replicas, supervisor.engines) == ("removed", [], ())
         assert read_golden(canary.path) == ()
-        assert fleet.snapshot().tier(FAST).state is ReplicaState.STOPPED
+        assert fleet.snapshot().tier(FAST).state is ReplicaStatus.STOPPED
 
 
 async def test_a_removal_at_once_waits_for_nobody(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.unit.own_engines import own_engines, until
 from tiers.fleet import Fleet
 from tiers.lifecycle import supervisor
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import SpeedModel
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ async def test_an_engine_that_does_not_fit_is_started_with_less(
             "context 1024 instead of 2048 tokens: it ran out of memory"
         )
         assert (
-            own.details(ReplicaState.STARTING)[0]
+            own.details(ReplicaStatus.STARTING)[0]
             == "started with less: KV cache 0.5 instead of 1 GiB: it ran out of memory"
         )
         assert (replica.spec.max_model_len, own.fleet.spec(TierName.FAST).max_model_len) == (1024, 1024)
@@ -65,7 +65,7 @@ async def test_an_engine_that_does_not_fit_is_started_with_less(
         assert argv[argv.index("--max-model-len") + 1] == "1024"
         assert "VLLM_CPU_KVCACHE_SPACE" not in before.environ()
         before.kill()
-        await until(lambda: replica.state is ReplicaState.READY and replica.pid not in {None, before.pid})
+        await until(lambda: replica.state is ReplicaStatus.READY and replica.pid not in {None, before.pid})
         assert psutil.Process(replica.pid).cmdline() == argv
         assert (replica.detail or "").startswith("started with less")
 
@@ -84,14 +84,14 @@ async def test_an_engine_that_never_fits_says_what_was_tried(tmp_path: Path, mon
         other, monkeypatch, ready=False, behaviour={"start_errors": ["ImportError: no vllm"]}
     ) as own:
         assert (own.first.detail or "").startswith("exited with status 1")
-        assert not own.details(ReplicaState.STARTING)
+        assert not own.details(ReplicaStatus.STARTING)
 
 
 async def test_engine_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     """Of two running engines that read a prompt as different tokens the second gets no traffic; both digests are named."""
     found = await settled(tmp_path, Behaviour(), Behaviour(vocabulary=1000))
-    assert found.keys() == {ReplicaState.READY, ReplicaState.FAILED}
-    assert "other tokens" in found[ReplicaState.FAILED]
+    assert found.keys() == {ReplicaStatus.READY, ReplicaStatus.FAILED}
+    assert "other tokens" in found[ReplicaStatus.FAILED]
 
 
 @pytest.mark.parametrize(
@@ -103,17 +103,17 @@ async def test_an_engine_that_does_not_keep_its_tiers_promise_is_refused(
     tmp_path: Path, behaviour: Behaviour, said: str
 ) -> None:
     found = await settled(tmp_path, behaviour)
-    assert said in found[ReplicaState.FAILED]
+    assert said in found[ReplicaStatus.FAILED]
 
 
 async def test_engine_elsewhere_comes_and_goes(tmp_path: Path) -> None:
     """An engine given by URL is unreachable while away and warmed again when it is back."""
-    behaviour, seen = Behaviour(alive=False), list[ReplicaState]()
+    behaviour, seen = Behaviour(alive=False), list[ReplicaStatus]()
     async with watching(tmp_path, behaviour, on_change=lambda r: seen.append(r.state)) as fleet:
-        await until(lambda: ReplicaState.UNREACHABLE in seen)
+        await until(lambda: ReplicaStatus.UNREACHABLE in seen)
         behaviour.alive = True
-        await until(lambda: fleet.replicas[0].state is ReplicaState.READY and fleet.replicas[0].speed is not None)
-    assert seen == [ReplicaState.UNREACHABLE, ReplicaState.WARMING, ReplicaState.READY]
+        await until(lambda: fleet.replicas[0].state is ReplicaStatus.READY and fleet.replicas[0].speed is not None)
+    assert seen == [ReplicaStatus.UNREACHABLE, ReplicaStatus.WARMING, ReplicaStatus.READY]
     assert fleet.template.alone == 6
 
 
@@ -134,7 +134,7 @@ async def test_a_profile_that_comes_during_a_measurement_counts(tmp_path: Path) 
     behaviour = Behaviour()
     async with watching(tmp_path, behaviour) as fleet:
         replica = fleet.replicas[0]
-        await until(lambda: replica.state is ReplicaState.READY)
+        await until(lambda: replica.state is ReplicaStatus.READY)
         asked, behaviour.delay_s = behaviour.measurements, 0.1
         await until(lambda: behaviour.measurements > asked)  # a measurement is under way
         fleet.speeds, replica.speed = {TierName.FAST: SpeedModel(10.0, 0.1, 5.0, profiled=True)}, None
@@ -157,8 +157,8 @@ async def watching(
             await supervisor.stop()
 
 
-async def settled(tmp_path: Path, *behaviours: Behaviour) -> dict[ReplicaState, str]:
+async def settled(tmp_path: Path, *behaviours: Behaviour) -> dict[ReplicaStatus, str]:
     """Watch engines until each is ready or failed; return what is told of a replica in either state."""
     async with watching(tmp_path, *behaviours) as fleet:
-        await until(lambda: all(r.state in {ReplicaState.READY, ReplicaState.FAILED} for r in fleet.replicas))
+        await until(lambda: all(r.state in {ReplicaStatus.READY, ReplicaStatus.FAILED} for r in fleet.replicas))
         return {replica.state: replica.detail or "" for replica in fleet.replicas}

@@ -12,7 +12,7 @@ from tiers.lifecycle import supervisor
 from tiers.lifecycle.engine import THROTTLED_S, Engine
 from tiers.lifecycle.watchdog import WatchdogOptions
 from tiers.replica import Replica
-from tiers.spec import Placement, ReplicaState, TierName, TierSpec
+from tiers.spec import Placement, ReplicaStatus, TierName, TierSpec
 from tiers.throttling import GPU_REASONS, CpuReading, gpu_reasons, read_cpu, read_gpus
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ async def test_a_throttled_gpu_is_seen_at_its_engines(tmp_path: Path, monkeypatc
         assert set(read_gpus()) == {1, 2}
         fast, balanced = own.fleet.replicas
         await until(lambda: balanced.detail == "slower: GPU 1 is throttled: it is too hot")
-        assert (balanced.state, fast.state, fast.detail) == (ReplicaState.READY, ReplicaState.READY, None)
+        assert (balanced.state, fast.state, fast.detail) == (ReplicaStatus.READY, ReplicaStatus.READY, None)
         script.write_text("#!/bin/sh\nexit 9\n")
         assert read_gpus() == {}
 

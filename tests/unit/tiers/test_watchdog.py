@@ -16,13 +16,13 @@ from tiers.fleet import Fleet
 from tiers.lifecycle.watchdog import STEADY_S, Restarts, WatchdogOptions, Wear, hangs, off_by
 from tiers.probe import Counters, EngineProbe
 from tiers.replica import Replica
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import SpeedModel, Trend
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-READY, STARTING, FAILED = ReplicaState.READY, ReplicaState.STARTING, ReplicaState.FAILED
+READY, STARTING, FAILED = ReplicaStatus.READY, ReplicaStatus.STARTING, ReplicaStatus.FAILED
 SPEC = TierSpec(TierName.FAST, 2048, 16, 8)
 
 
@@ -212,7 +212,7 @@ async def test_an_engine_without_health_is_started_again(tmp_path: Path, monkeyp
         own.supervisor._client.timeout = 10
         await until(lambda: own.first.state is READY)
         assert own.first.pid != before
-        assert ReplicaState.UNREACHABLE in {state for _, state, _ in own.seen}
+        assert ReplicaStatus.UNREACHABLE in {state for _, state, _ in own.seen}
         assert any("after: no answer to health checks for 0.5 s" in detail for detail in own.details(STARTING))
 
 

@@ -16,7 +16,7 @@ from tests.unit.tiers.test_probe import GAUGES
 from tiers.fleet import Fleet
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
 from tiers.lifecycle.watchdog import WatchdogOptions
-from tiers.spec import ReplicaState, TierName, TierSpec
+from tiers.spec import ReplicaStatus, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 READY, FAILED, UNREACHABLE, STARTING = (
-    ReplicaState.READY,
-    ReplicaState.FAILED,
-    ReplicaState.UNREACHABLE,
-    ReplicaState.STARTING,
+    ReplicaStatus.READY,
+    ReplicaStatus.FAILED,
+    ReplicaStatus.UNREACHABLE,
+    ReplicaStatus.STARTING,
 )
 NO_NUMBER = GAUGES.format("NaN", 0)
 
@@ -78,7 +78,7 @@ async def test_gauges_that_are_no_numbers_make_it_unreachable(tmp_path: Path, mo
     """A ready replica of which nothing can be read gets no requests, with the reason, and is still watched."""
     behaviour = Behaviour()
     async with watched(tmp_path, monkeypatch, behaviour) as (replica, supervisor):
-        seen: list[tuple[ReplicaState, str | None]] = []
+        seen: list[tuple[ReplicaStatus, str | None]] = []
         supervisor._on_change = lambda r: seen.append((r.state, r.detail))
         await until(lambda: replica.state is READY)
         behaviour.instead["/metrics"] = NO_NUMBER

@@ -1,71 +1,16 @@
-"""Budgets of keys and teams, as values: engine-seconds and money, by UTC day and by UTC month.
-
-An account is what has budgets: a key, or a team whose keys share them. Amounts are millionths (``router.policy.charge``).
-"""
+"""Budgets as values: periods, what a request reserves, and why it may not. Amounts are millionths (``MICRO``)."""
 
 from __future__ import annotations
 
 import math
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from router.policy.charge import MICRO, Charge
+from router.auth.api_keys import Account, Limit, Span, shown
+from router.telemetry.record import Cost
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-
-Span = Literal["day", "month"]
-Unit = Literal["engine_us", "money_u"]
-
-
-class Budget(BaseModel):
-    """The budgets of a key or team, as the key file has them; None: no limit."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    engine_seconds_per_day: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
-    engine_seconds_per_month: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
-    money_per_day: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
-    money_per_month: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
-
-    def limits(self) -> tuple[Limit, ...]:
-        given: tuple[tuple[Span, Unit, float | None], ...] = (
-            ("day", "engine_us", self.engine_seconds_per_day),
-            ("day", "money_u", self.money_per_day),
-            ("month", "engine_us", self.engine_seconds_per_month),
-            ("month", "money_u", self.money_per_month),
-        )
-        return tuple(Limit(span, unit, round(amount * MICRO)) for span, unit, amount in given if amount is not None)
-
-
-class Limit(NamedTuple):
-    """One budget: so many millionths of a unit in each day or month."""
-
-    span: Span
-    unit: Unit
-    amount: int
-
-    @property
-    def name(self) -> str:
-        return f"{'engine_seconds' if self.unit == 'engine_us' else 'money'}_per_{self.span}"
-
-    def text(self, currency: str) -> str:
-        return f"{shown(self.amount)} {'engine-seconds' if self.unit == 'engine_us' else currency} a {self.span}"
-
-
-class Account(NamedTuple):
-    """What has budgets.
-
-    Attributes:
-        id: ``key:`` and the key's id, or ``team:`` and the team's name.
-        title: For its callers.
-    """
-
-    id: str
-    title: str
-    limits: tuple[Limit, ...]
 
 
 class Periods(NamedTuple):
@@ -98,7 +43,12 @@ class Hold(NamedTuple):
     id: str
     accounts: tuple[str, ...]
     periods: Periods
-    reserved: Charge
+    reserved: Cost
+
+    @property
+    def places(self) -> list[tuple[str, str]]:
+        """Where it counts: accounts and their periods."""
+        return [(account, period) for account in self.accounts for period in self.periods]
 
 
 class Bound(NamedTuple):
@@ -109,7 +59,7 @@ class Bound(NamedTuple):
     amount: int  # millionths; the limit's, or a multiple of it
 
 
-Used = dict[tuple[str, str], Charge]  # by account id and period: spent and reserved
+Used = dict[tuple[str, str], Cost]  # by account id and period: spent and reserved
 
 
 class Taken(NamedTuple):
@@ -129,10 +79,10 @@ def bounds(accounts: Sequence[Account], times: int = 1) -> list[Bound]:
     return [Bound(account, limit, limit.amount * times) for account in accounts for limit in account.limits]
 
 
-def first_broken(limits: Iterable[Bound], used: Mapping[tuple[str, str], Charge], hold: Hold) -> int | None:
+def first_broken(limits: Iterable[Bound], used: Mapping[tuple[str, str], Cost], hold: Hold) -> int | None:
     """Return the position of the first bound that a hold would break; None: none."""
     for position, (account, limit, amount) in enumerate(limits):
-        there = used.get((account.id, getattr(hold.periods, limit.span)), Charge())
+        there = used[account.id, getattr(hold.periods, limit.span)]
         if getattr(there, limit.unit) + getattr(hold.reserved, limit.unit) > amount:
             return position
     return None
@@ -151,20 +101,16 @@ class OverBudget(Exception):
 
     def __init__(self, bound: Bound, used: int, asked: int, at: float, currency: str) -> None:
         self.account, self.limit, self.used = bound.account, bound.limit, used
-        self.amount, self.currency = bound.limit.amount, currency
+        self.text = bound.limit.text(currency)
         self.renews = renews_at(bound.limit.span, at)
         self.retry_after_s = None if asked > bound.amount else math.ceil(self.renews.timestamp() - at)
-        whose = f"the budget of {bound.account.title}, {bound.limit.text(currency)},"
-        if self.retry_after_s is None:
-            text = (
-                f"{whose} is smaller than this request alone, which may need {shown(asked)}: ask for fewer max_tokens"
-            )
-        else:
-            text = (
-                f"{whose} is used up: {shown(used)} are used or reserved, and this request may need {shown(asked)}; "
-                f"it renews at {self.renews:%Y-%m-%dT%H:%M:%SZ}"
-            )
-        super().__init__(text)
+        why = (
+            f"is smaller than this request alone, which may need {shown(asked)}: ask for fewer max_tokens"
+            if self.retry_after_s is None
+            else f"is used up: {shown(used)} are used or reserved, and this request may need {shown(asked)}; "
+            f"it renews at {self.renews:%Y-%m-%dT%H:%M:%SZ}"
+        )
+        super().__init__(f"the budget of {bound.account.title}, {self.text}, {why}")
 
 
 class BudgetUnknown(Exception):
@@ -178,7 +124,3 @@ class BudgetUnknown(Exception):
 
 class NoPrice(Exception):
     """A budget of money cannot be kept, because nothing has a price."""
-
-
-def shown(amount: int) -> str:
-    return f"{amount / MICRO:.6f}".rstrip("0").rstrip(".")
