@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 PREFIX = "qarr-"
 MICRO = 1_000_000  # amounts of budgets are millionths of an engine-second and of the currency
 Span = Literal["day", "month"]
+Unit = Literal["engine_us", "money_u"]
 
 
 class KeysError(Exception):
@@ -73,7 +74,7 @@ class Limit(NamedTuple):
     """One budget: so many millionths of a unit in each day or month."""
 
     span: Span
-    unit: Literal["engine_us", "money_u"]
+    unit: Unit
     amount: int
 
     @property
@@ -155,7 +156,7 @@ class Budget(BaseModel):
     money_per_month: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
 
     def limits(self) -> tuple[Limit, ...]:
-        given: tuple[tuple[Span, Literal["engine_us", "money_u"], float | None], ...] = (
+        given: tuple[tuple[Span, Unit, float | None], ...] = (
             ("day", "engine_us", self.engine_seconds_per_day),
             ("day", "money_u", self.money_per_day),
             ("month", "engine_us", self.engine_seconds_per_month),
