@@ -268,7 +268,7 @@ def _wire(
     upstream.fit()
     fleet.on_members = upstream.fit
     profiling = AutoProfile(settings, fleet, policy, model, lambda: (registry.totals["requests"], len(registry.open)))
-    evaluation = ShadowEvaluation(settings.policy.live_check_share, fleet, upstream, telemetry)
+    evaluation = ShadowEvaluation(settings.policy.live_check_share, fleet, profiling.client, telemetry)
     admission = Admission(fleet, policy, settings.admission)
     samples = None
     if kept.sampled_prompts is not None and kept.prompt_share:

@@ -84,7 +84,7 @@ class IdleClient(Client):
         path: str,
         tier: TierName,
         body: Mapping[str, Any],
-        waiting: Callable[[], None],
+        waiting: Callable[[], None] = lambda: None,
         adapter: str | None = None,
     ) -> Any:
         """See ``Client``; sends cancelled requests again."""
@@ -93,7 +93,7 @@ class IdleClient(Client):
                 return await super().ask(path, tier, body, waiting, adapter)
 
     async def undisturbed(self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]) -> bool:
-        await self._until_quiet(waiting)
+        await self.until_quiet(waiting)
         before = self._preemptions, self._requests()
         try:
             await step()

@@ -24,6 +24,7 @@ from router.server.client import CLIENT
 from router.upstream.client import PASSED_AT_ONCE
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.router_stack import Stack, router_stack
+from tiers.breaker import BreakerOptions
 from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
@@ -351,7 +352,7 @@ async def cut_router(folder: Path, redis_url: str = "") -> AsyncIterator[CutRout
             "server": {"resume_s": 0.05},
             "state": {"redis_url": redis_url},
             "tiers": {tier: {"max_in_flight": 4} for tier in STANDARD_TIERS},
-            "upstream": {"retry_reserve": 10**6, "breaker_failures": 10**6},
+            "upstream": {"retry_reserve": 10**6, "breaker": BreakerOptions(10**6)},
         }
         stack = await cleanup.enter_async_context(router_stack(folder, settings, tracing))
         generate = _endpoint(stack.app)
