@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from router.auth.api_keys import Caller, Quota
-from router.auth.quota import WINDOW_S, Grant, LocalLedger, OverQuota, Quotas, Refund, _names
+from router.auth.quota import WINDOW_S, LocalLedger, OverQuota, QuotaGrant, Quotas, Refund, _names
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -27,7 +27,7 @@ def caller(key_id: str, requests: int | None = None, tokens: int | None = None, 
     return Caller(key_id, key_id, quota=Quota(requests, tokens, at_once))
 
 
-async def enters(quotas: Quotas, who: Caller, tokens: int = 1) -> Grant | None:
+async def enters(quotas: Quotas, who: Caller, tokens: int = 1) -> QuotaGrant | None:
     try:
         return await quotas.enter(who, tokens, {})
     except OverQuota:
@@ -142,7 +142,7 @@ async def test_redis_counts_as_the_local_ledger_does(redis_server: RedisServer) 
     local, shared = Quotas(), Quotas(redis_server.url)
     source = random.Random(17)
     who = caller("same", requests=12, tokens=200, at_once=6)
-    grants: list[tuple[Grant, Grant]] = []
+    grants: list[tuple[QuotaGrant, QuotaGrant]] = []
     try:
         for _ in range(60):
             if grants and source.random() < 0.4:
@@ -163,7 +163,7 @@ async def test_redis_counts_as_the_local_ledger_does(redis_server: RedisServer) 
                 seen.append((result, counts))
             (first, counts_a), (second, counts_b) = seen
             assert counts_a == counts_b
-            if isinstance(first, Grant) and isinstance(second, Grant):
+            if isinstance(first, QuotaGrant) and isinstance(second, QuotaGrant):
                 grants.append((first, second))
             else:
                 assert first == second
