@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from router.accounting.reservations import Reservation
-    from router.auth.quota import Grant as QuotaGrant
+    from router.auth.quota import QuotaGrant
     from router.policy.decision import Decision, Query
     from router.policy.table import PolicyStore
     from router.settings import AdmissionSettings

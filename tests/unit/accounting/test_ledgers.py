@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import secrets
-from collections import Counter
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -176,28 +174,6 @@ def test_every_ledger_does_as_the_one_in_memory(
                 assert all(there.engine_us <= 50 and there.money_u <= 70 for there in used.values())
 
     asyncio.run(both())
-
-
-@pytest.mark.parametrize("kind", ["sqlite", "redis"])
-async def test_two_ledgers_at_once(kind: str, tmp_path: Path, redis_server: RedisServer) -> None:
-    """Of 2,000 concurrent requests through two ledgers, exactly as many are let in as the budget has room for."""
-    own, source = account("own", engine_seconds_per_day=700 / 1e6), random.Random(5)
-    let_in: Counter[bool] = Counter()
-    async with (
-        ledger_of(kind, tmp_path, redis_server, Clock()) as one,
-        ledger_of(kind, tmp_path, redis_server, Clock()) as other,
-    ):
-
-        async def ask(ledger: BudgetLedger) -> None:
-            asked = hold(own)
-            denied = (await ledger.take(asked)).denied is not None
-            let_in[denied] += 1
-            if not denied:
-                await ledger.settle(asked, asked.reserved)
-
-        await asyncio.gather(*(ask(source.choice((one, other))) for _ in range(2000)))
-        assert let_in == {False: 700, True: 1300}
-        assert (await one.used([own.id], DAY))[own.id, DAY.day] == Cost(700, 0)
 
 
 def test_only_set_budgets_are_limits() -> None:
