@@ -9,7 +9,7 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from datetime import date
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -79,7 +79,7 @@ class UsageLog:
 
     def __init__(self, database: Database, charging: Charging, now: Callable[[], float] = time.time) -> None:
         self._database, self._charging, self._now = database, charging, now
-        self._records: list[RequestRecord] = []
+        self._records: deque[RequestRecord] = deque()
         self._unwritten: dict[Row, Use] = defaultdict(Use)
         self._removed = ""  # the day on which old days were last removed
         self.observers: list[Callable[[Row, Use], None]] = []
@@ -127,14 +127,15 @@ class UsageLog:
 
     async def _count(self) -> None:
         """Add up the records that have come, a few at a time: requests go on between them."""
-        records, self._records = self._records, []
-        for number, record in enumerate(records, 1):
-            if number % AT_ONCE == 0:
-                await asyncio.sleep(0)
-            row, use = self._used(record)
+        number = 0
+        while self._records:
+            row, use = self._used(self._records.popleft())
             self._unwritten[row] = self._unwritten[row].plus(use)
             for observe in self.observers:
                 observe(row, use)
+            number += 1
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     def _used(self, record: RequestRecord) -> tuple[Row, Use]:
         pricing, cached = self._charging.pricing, record.cached_prompt_tokens or 0
