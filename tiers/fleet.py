@@ -220,6 +220,7 @@ class Fleet:
         restarts: Automatic restarts of engines, by tier.
         first_share: This router's share of a replica that is added; None: all of it.
         measuring: Lock for speed measurements: two at a time would measure each other.
+        preempt: Frees the slots that the router's own measurements hold; None: they hold none.
         preparations: What tiers need before they serve for the first time.
     """
 
@@ -238,6 +239,7 @@ class Fleet:
     restarts: Counter[TierName] = field(default_factory=Counter)
     first_share: Share | None = None
     measuring: asyncio.Lock = field(default_factory=asyncio.Lock)
+    preempt: Callable[[], None] | None = None
     preparations: Preparations = field(default_factory=Preparations)
     _members: dict[TierName, list[Replica]] = field(default_factory=dict)  # the replicas, by tier
     _totals: Totals = field(default_factory=Totals)

@@ -122,7 +122,7 @@ class Draft:
     """
 
     source: str
-    tokens: int
+    tokens: int = 4
     checkpoint: Path | None = None
 
     @property
@@ -188,7 +188,6 @@ class TierSpec:
         gpus: CUDA devices for the engines started here, in the order in which they are taken; empty: chosen by the plan.
         tensor_parallel: GPUs that share each layer of one engine.
         pipeline_parallel: Stages into which the layers of one engine are divided.
-        max_num_batched_tokens: Tokens that the engine computes in one step at most; None: vLLM chooses.
         draft: For speculative decoding; None: one token a step.
         adapters: Names of the LoRA adapters that all its engines offer.
     """
@@ -208,7 +207,6 @@ class TierSpec:
     gpus: tuple[int, ...] = ()
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
-    max_num_batched_tokens: int | None = None
     draft: Draft | None = None
     adapters: tuple[str, ...] = ()
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from router.api.bodies import Rules
-    from router.auth.api_keys import KeyStore
+    from router.auth.access import KeyStore
     from router.reload import Reloads
     from tiers.lifecycle.adapters import AdapterResult
 

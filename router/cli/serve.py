@@ -40,7 +40,7 @@ from tiers.spec import PRECISIONS, ReplicaStatus
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from router.auth.api_keys import KeyStore
+    from router.auth.access import KeyStore
     from router.deployment.layout import Deployment
     from tiers.fleet import Fleet
     from tiers.plan import Plan

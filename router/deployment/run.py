@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-    from router.auth.api_keys import KeyStore
+    from router.auth.access import KeyStore
     from router.deployment.layout import Deployment
     from router.deployment.reloading import Asked
     from router.server.handover import HandoverClient

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 
-    from router.auth.api_keys import Caller, KeyStore
+    from router.auth.access import KeyStore
+    from router.auth.api_keys import Caller
     from router.lifecycle import ServerState
     from router.pipeline.pipeline import Pipeline
     from router.pipeline.registry import ActiveRequest
@@ -327,8 +328,8 @@ class LiveEndpoints:
         seen = [record for record in kept if caller.sees(record.key_id)]
         if not seen:
             raise UnknownTrace(
-                "a router keeps the traces of as many of its own last requests as telemetry.recent_requests says, and of as "
-                "many that failed or missed their SLA: ask the router that served the request, or look in the trace viewer"
+                f"a router keeps the traces of its own last requests ({self._settings.recent_requests}), and of as many "
+                "that failed or missed their SLA: ask the router that served the request, or look in the trace viewer"
             )
         rendered = render_trace(seen, inside=caller.sees_all)
         return _json({**rendered, "trace_url": self._settings.trace_address(rendered["trace_id"])})

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
     from starlette.requests import Request
 
+    from router.accounting.charging import Charging
+    from router.accounting.usage import UsageLog
     from router.monitoring.usage import Labels
-    from router.pipeline.charging import Charging
     from router.pipeline.pipeline import Pipeline
-    from router.pipeline.usage import UsageLog
     from router.policy.decision import Estimate
     from router.policy.table import PolicyStore
     from router.profiling.shadow_evaluation import ShadowEvaluation

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from router.auth.budgets import OverBudget
+from router.accounting.budgets import OverBudget
 from router.auth.quota import OverQuota
 from router.pipeline.request import class_of
 from router.policy.decision import Refused
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from router.lifecycle import ServerState
     from router.pipeline.admission import Admitted
     from router.pipeline.request import RequestContext
-    from router.policy.charge import Charge, Visit
     from router.policy.decision import Decision, Priority, Sla
+    from router.telemetry.record import Cost, TierUsage
     from router.upstream.engine_stream import EngineAnswer
 
 log = logging.getLogger(f"qarr.{__name__}")
@@ -64,8 +64,8 @@ class ActiveRequest:
         admitted: Its slot; None while it waits.
         sent: When it was admitted, in seconds by the monotonic clock.
         answer: None until it has begun.
-        visits: What tiers have computed of it, once that is known; only of callers with a key.
-        charge: To its caller's budgets; None: it has none.
+        usage: What tiers have computed of it, once that is known; only of callers with a key.
+        cost: Charged to its caller's budgets; None: it has none.
         diverted: What became of it at the overflow; None: it was not sent there.
     """
 
@@ -75,8 +75,8 @@ class ActiveRequest:
     admitted: Admitted | None = None
     sent: float = 0.0
     answer: EngineAnswer | None = None
-    visits: tuple[Visit, ...] = ()
-    charge: Charge | None = None
+    usage: tuple[TierUsage, ...] = ()
+    cost: Cost | None = None
     diverted: Diverted | None = None
 
     @property
@@ -185,8 +185,8 @@ class RequestRegistry:
             cached_prompt_tokens=answer.cached_tokens if answer is not None else None,
             predicted_cached_tokens=answer.predicted_cached_tokens if answer is not None else None,
             team=context.caller.team,
-            visits=request.visits,
-            charge=request.charge,
+            usage=request.usage,
+            cost=request.cost,
             overflow=answer.overflow if answer is not None else None,
             overflow_failure=diverted.failure if diverted is not None else None,
             journey=context.journey,

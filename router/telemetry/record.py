@@ -10,7 +10,6 @@ from router.policy.explain import verdicts
 from router.policy.render import render_verdict
 
 if TYPE_CHECKING:
-    from router.policy.charge import Charge, Visit
     from router.policy.decision import Decision, Priority
     from router.policy.decision_log import DecisionLog
     from router.telemetry.journey import Journey
@@ -32,6 +31,35 @@ class KeptFor(StrEnum):
     RECENT = "recent"
     ERROR = "error"
     SLA_MISS = "sla_miss"
+
+
+class TierUsage(NamedTuple):
+    """Tokens of a request that one tier computed.
+
+    Attributes:
+        cached: Of the prompt's, those in its prefix cache.
+    """
+
+    tier: TierName
+    prompt: int
+    cached: int
+    output: int
+
+
+class Cost(NamedTuple):
+    """Millionths of an engine-second of the highest tier, and of the currency: sums of integers are exact in any order."""
+
+    engine_us: int = 0
+    money_u: int = 0
+
+    def plus(self, other: Cost) -> Cost:
+        return Cost(self.engine_us + other.engine_us, self.money_u + other.money_u)
+
+    def at_most(self, other: Cost) -> Cost:
+        return Cost(min(self.engine_us, other.engine_us), min(self.money_u, other.money_u))
+
+
+FREE = Cost()
 
 
 class RequestRecord(NamedTuple):
@@ -56,8 +84,8 @@ class RequestRecord(NamedTuple):
         cached_prompt_tokens: Of its prompt, found in the engine's prefix cache, as the engine reports it.
         predicted_cached_tokens: The same, as expected when the request was sent.
         team: Of the caller's key; empty: none.
-        visits: What tiers computed of it; only of callers with a key.
-        charge: To its caller's budgets; None: it has none.
+        usage: What tiers computed of it; only of callers with a key.
+        cost: Charged to its caller's budgets; None: it has none.
         overflow: Name of the server outside of the fleet that answered; None: none did.
         overflow_failure: Why that server did not answer: ``full``, ``paused`` or ``unsupported``, so that it was not asked;
             ``failed`` or ``cancelled``; None: it did, or there was no need.
@@ -91,8 +119,8 @@ class RequestRecord(NamedTuple):
     cached_prompt_tokens: int | None = None
     predicted_cached_tokens: int | None = None
     team: str = ""
-    visits: tuple[Visit, ...] = ()
-    charge: Charge | None = None
+    usage: tuple[TierUsage, ...] = ()
+    cost: Cost | None = None
     overflow: str | None = None
     overflow_failure: str | None = None
     journey: Journey | None = None

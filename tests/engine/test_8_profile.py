@@ -132,7 +132,10 @@ async def judged_directly(client: httpx.AsyncClient, fleet: Fleet) -> float:
 async def test_live_prompts_are_compared_when_it_is_quiet(up: Up, engine_keys: dict[str, str], tmp_path: Path) -> None:
     """What a cheap tier served is answered again and scored on precise; the rolling regret is a metric."""
     async with (
-        real_router(up, engine_keys, tmp_path, {"policy": {"live_check_share": 1.0}}) as (url, fleet),
+        real_router(up, engine_keys, tmp_path, {"policy": {"live_check_share": 1.0}, "profile": {"idle_s": 1}}) as (
+            url,
+            fleet,
+        ),
         httpx.AsyncClient(timeout=300, trust_env=False) as client,
     ):
         for prompt in CHATS:

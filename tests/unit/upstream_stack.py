@@ -15,13 +15,13 @@ from classifier import PromptClass, PromptFeatures
 from router.policy.decide import decide
 from router.policy.decision import Query
 from router.policy.table import PolicyStore
-from router.settings import load_settings
 from router.telemetry.tracing import Telemetry
 from router.upstream.client import Upstream
 from router.upstream.engine_request import ChatRequest
 from router.upstream.engine_stream import EngineStream
 from router.upstream.transport import EngineTransport
 from tests.fakes.engine import Behaviour, FakeEngine
+from tests.turned import turned
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import PRECISIONS, STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
@@ -81,7 +81,7 @@ async def upstream_stack(
     async with AsyncExitStack() as cleanup:
         engines = {name: behaviours.get(name, Behaviour()) for name in STANDARD_TIERS}
         urls = [await cleanup.enter_async_context(_serving(FakeEngine(b).app)) for b in engines.values()]
-        settings = load_settings(None, {"upstream": overrides or {}})
+        settings = turned({"upstream": overrides or {}})
         specs = tuple(
             TierSpec(n, 4096, 16, LIMIT, urls=(url,), precision=PRECISIONS[n])
             for n, url in zip(STANDARD_TIERS, urls, strict=True)

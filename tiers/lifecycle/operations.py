@@ -44,12 +44,10 @@ class OperationOptions:
     Attributes:
         drain_s: Time for open requests to finish; afterwards a restart or a recycling aborts them, and a removal leaves
             them to the engine.
-        beside: Recycle by starting a new engine beside the old one, if memory allows it.
         recycle_every_s: Interval at which each engine is recycled; 0: never.
     """
 
     drain_s: float = 120.0
-    beside: bool = True
     recycle_every_s: float = 0.0
 
 
@@ -162,8 +160,6 @@ class Operations:
             raise NotPossible(
                 f"{replica_id} was not started here: {kind} it where it runs; 'drain' keeps requests from it"
             )
-        if kind == "recycle" and not self._options.beside:
-            self._check_floor(engine)
         return self._started(kind, engine, now=now)
 
     def _started(self, kind: Kind, engine: Engine, *, now: bool = False) -> Operation:
@@ -305,11 +301,8 @@ class Operations:
     async def _recycle(self, operation: Operation, engine: Engine) -> None:
         """Replace an engine by a new one: beside it if there is memory for both, otherwise in place."""
         assert engine.launch is not None
-        lacking: str | None = "engine.recycle says so"
-        if self._options.beside:
-            machine = await asyncio.to_thread(read_machine)
-            lacking = lacking_for_one_more(machine, engine.launch.tier, engine.launch.placement)
-        if lacking:
+        machine = await asyncio.to_thread(read_machine)
+        if lacking := lacking_for_one_more(machine, engine.launch.tier, engine.launch.placement):
             self._check_floor(engine)
             log.info("%s is recycled in place: %s", engine.replica.id, lacking)
             await self._restart(operation, engine)
@@ -343,8 +336,8 @@ class Operations:
         others = (r for r in self._control.fleet.replicas if r is not engine.replica)
         if not any(r.state.status is ReplicaStatus.READY for r in others):
             raise NotPossible(
-                f"no other replica is ready, and there is no memory for a second engine beside {engine.replica.id} "
-                f"(or engine.recycle forbids it): nothing would serve meanwhile; 'restart' does it all the same"
+                f"no other replica is ready, and there is no memory for a second engine beside {engine.replica.id}: "
+                f"nothing would serve meanwhile; 'restart' does it all the same"
             )
 
 

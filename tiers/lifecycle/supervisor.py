@@ -91,7 +91,6 @@ class SupervisorOptions:
         operations: How engines are drained and recycled.
         canary: Compares engines with recorded answers; None: no comparison.
         discovery: Where engines that come and go are named.
-        live_speed: Whether speeds without a profile are learned from live requests.
     """
 
     log_dir: Path
@@ -103,7 +102,6 @@ class SupervisorOptions:
     operations: OperationOptions = field(default_factory=OperationOptions)
     canary: Canary | None = None
     discovery: DiscoveryOptions = field(default_factory=DiscoveryOptions)
-    live_speed: bool = True
 
 
 class Supervisor:
@@ -149,8 +147,7 @@ class Supervisor:
         self.launch(launches)
         works = [(self._idle_speed.run, "measuring speeds"), (self.operations.run, "recycling")]
         works += [(self._watch_processors, "watching processors"), (self.operations.roster.run, "adding engines")]
-        if self._options.live_speed:
-            works.append((LiveSpeed(self.fleet).run, "learning speeds"))
+        works.append((LiveSpeed(self.fleet).run, "learning speeds"))
         self.operations.roster.begin(external)
         works += Discovery(self.fleet, self.operations.roster, self._options.discovery).works()
         self._tasks += [asyncio.create_task(lasting(work, name), name=name) for work, name in works]

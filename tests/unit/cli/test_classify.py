@@ -59,8 +59,8 @@ def test_an_empty_prompt_is_one() -> None:
 def test_the_tier_follows_the_settings() -> None:
     """The same prompt moves with the policy; one that fits no tier has none, and the reason says so."""
     code = "Write a Python function that merges two sorted lists."
-    for negligible, tier in (("0.1", "fast"), ("0.005", "balanced"), ("0", "precise")):
-        assert json.loads(qarr("classify", code, QARR_POLICY__NEGLIGIBLE_LOSS=negligible).stdout)["tier"] == tier
+    for loss, tier in (("0.1", "balanced"), ("0", "precise")):
+        assert json.loads(qarr("classify", code, QARR_POLICY__MAX_LOSS__CODE=loss).stdout)["tier"] == tier
     found = json.loads(qarr("classify", "word " * 20_000).stdout)
     assert found["tier"] is None
     assert found["reason"]

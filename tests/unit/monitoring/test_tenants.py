@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from router.auth.api_keys import add_key, revoke_key
-from router.policy.profiles import ProfileError
-from router.profiling.client import connect
 from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import TierName
 
@@ -239,14 +237,3 @@ async def test_without_keys_everything_is_shown(tmp_path: Path) -> None:
                 pass  # it ends: who watches has shown no key
         keyed = {"authorization": f"Bearer {secret}"}
         assert (await stack.client.get(f"{stack.url}/requests", headers=keyed)).json()["requests"] == []
-
-
-async def test_a_profile_of_engines_by_url_needs_an_operators_key(tmp_path: Path) -> None:
-    """A profile is tied to what engines serve; where that is their address alone, the command says which key it needs."""
-    async with tenants(tmp_path) as world:
-        secrets = {name: headers["authorization"].removeprefix("Bearer ") for name, headers in world.names.items()}
-        async with connect(world.stack.url, secrets["boss"]) as client:
-            assert all((await client.fleet()).identities.values())
-        async with connect(world.stack.url, secrets["alice"]) as client:
-            with pytest.raises(ProfileError, match="--admin"):
-                await client.fleet()

@@ -10,7 +10,7 @@ import pytest
 
 from router.auth.api_keys import add_key
 from tests.unit.router_stack import Stack, router_stack
-from tiers.breaker import BreakerState
+from tiers.breaker import BreakerOptions, BreakerState
 from tiers.fleet import Fleet
 from tiers.replica import FleetOptions, Replica
 from tiers.snapshot import Gauges
@@ -208,7 +208,7 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing(tmp_path: Path) -> 
 
 async def test_a_replica_that_fails_is_left_alone_and_tried_again(tmp_path: Path) -> None:
     """Failures in a row open its breaker: requests go elsewhere without an attempt; one probe closes it again."""
-    overrides = {"upstream": {"breaker_pause_s": 0.4}}
+    overrides = {"upstream": {"breaker": BreakerOptions(pause_s=0.4)}}
     async with router_stack(tmp_path, overrides) as stack:
         engine = stack.engines[FAST]
         engine.status = 500
@@ -231,7 +231,7 @@ async def test_a_replica_that_fails_is_left_alone_and_tried_again(tmp_path: Path
 
 async def test_a_probe_that_takes_long_does_not_keep_a_replica_idle(tmp_path: Path) -> None:
     """The probe is not streamed, so its first token is not seen: after a bounded time other requests go as well."""
-    overrides = narrow(max_wait_s={"standard": 60}) | {"upstream": {"breaker_pause_s": 0.2, "retry_reserve": 50}}
+    overrides = narrow(max_wait_s={"standard": 60}) | {"upstream": {"breaker": BreakerOptions(pause_s=0.2)}}
     overrides["tiers"]["fast"] = {"max_in_flight": 8}
     async with router_stack(tmp_path, overrides) as stack:
         engine, breaker = stack.engines[FAST], stack.fleet.replicas[0].breaker
@@ -253,9 +253,7 @@ async def test_a_probe_that_takes_long_does_not_keep_a_replica_idle(tmp_path: Pa
 
 async def test_retries_are_bounded(tmp_path: Path) -> None:
     """When every engine fails, attempts do not multiply beyond the budget."""
-    overrides = {
-        "upstream": {"retry_reserve": 4, "retry_share": 0, "breaker_failures": 1000, "breaker_failure_share": 1.0}
-    }
+    overrides = {"upstream": {"retry_reserve": 4, "retry_share": 0, "breaker": BreakerOptions(1000, 1.0)}}
     async with router_stack(tmp_path, overrides) as stack:
         for engine in stack.engines.values():
             engine.status = 500

@@ -13,7 +13,7 @@ import pytest
 
 from classifier import EstimatingCounter
 from router.app import wire_router
-from router.auth.api_keys import KeyStore
+from router.auth.access import KeyStore
 from router.settings import load_settings
 from router.telemetry.tracing import Telemetry
 from tests.fakes.engine import serving
@@ -145,12 +145,10 @@ async def test_a_new_engine_that_fails_leaves_the_old_one(tmp_path: Path, monkey
 
 
 async def test_in_place_needs_another_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place, an engine goes only while another one is ready; then the same replica comes back as a new process."""
-    in_place = OperationOptions(beside=False)
-    async with own_engines(tmp_path, monkeypatch, TierName.FAST, TierName.PRECISE, operations=in_place) as own:
+    """Without memory for two, an engine goes only while another one is ready; then the same replica comes back as a new process."""
+    async with own_engines(tmp_path, monkeypatch, TierName.FAST, TierName.PRECISE, gib=1e9) as own:
         await finished(own, "drain", "precise-0")
-        with pytest.raises(NotPossible, match="nothing would serve meanwhile"):
-            own.supervisor.operations.begin("recycle", "fast-0")
+        assert "nothing would serve meanwhile" in (await finished(own, "recycle", "fast-0")).detail
         await finished(own, "resume", "precise-0")
         pid = own.first.state.pid
         operation = await finished(own, "recycle", "fast-0")
