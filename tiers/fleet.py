@@ -386,11 +386,12 @@ class Fleet:
         members, load = self._members.get(tier, []), self._load(now)
         if exclude:
             members = [replica for replica in members if replica.id not in exclude]
+        found = -1
         if over_limit:
             found = _least_loaded_open(members)
-        else:
+        elif members:
             request = self._request(prompt_tokens, kv_tokens, sequences)
-            found = choose(self._tier_snapshot(self.spec(tier), members, prefix), request, load)
+            found = choose(self._tier_snapshot(members[0].spec, members, prefix), request, load)
         if found < 0:
             return None
         replica = members[found]

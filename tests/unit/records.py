@@ -19,7 +19,7 @@ def decision(tier: TierName | None = TierName.FAST, kind: PromptClass = PromptCl
     estimates = tuple(
         Estimate(
             name, "bf16", ReplicaStatus.READY, None, 1, Expectation(100.0, 20.0, 0.0, 0.0), NO_LOSS, 0.0, 0.0, 2.5, 0.0,
-            None, "", slow=False, lossy=False, unfit=False, cached=None,
+            None, "", slow=False, lossy=False, unfit=False, cached=None, meets=True,
         )
         for name in STANDARD_TIERS
     )  # fmt: skip

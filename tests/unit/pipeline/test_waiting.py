@@ -11,6 +11,7 @@ import pytest
 from router.auth.api_keys import add_key
 from tests.unit.router_stack import Stack, router_stack
 from tiers.breaker import BreakerOptions, BreakerState
+from tiers.choice import Request, candidate
 from tiers.fleet import Fleet
 from tiers.replica import FleetOptions, Replica
 from tiers.snapshot import Gauges
@@ -272,8 +273,7 @@ def test_long_prompts_wait_while_the_cache_is_full() -> None:
         lease = fleet.lease(FAST, prompt_tokens=101, max_tokens=1)
         assert (lease is not None) is open_to_long
         snapshot = fleet.snapshot()
-        tier = snapshot.tiers[0]
-        assert (tier.next(tier.ask(101, 1, 1, snapshot)) is not None) is open_to_long
+        assert candidate(snapshot.tiers[0], Request(101, 1, long=True), snapshot).free is open_to_long
         if lease is not None:
             lease.release()
         short = fleet.lease(FAST, prompt_tokens=100, max_tokens=1)
