@@ -99,8 +99,8 @@ class QuotaGrant:
     """What an admitted request has taken. Settle it exactly once, however the request ends."""
 
     _quotas: Quotas
-    _ledger: Ledger
     _taken: Refund
+    _in_redis: bool
     _settled: bool = False
 
     async def settle(self, tokens: int | None) -> None:
@@ -109,7 +109,7 @@ class QuotaGrant:
             self._settled = True
             taken = self._taken
             unused = taken if tokens is None else taken._replace(requests=0, tokens=taken.tokens - tokens)
-            await self._quotas.settle(self._ledger, unused)
+            await self._quotas.settle(unused, in_redis=self._in_redis)
 
 
 class Quotas:
@@ -119,7 +119,7 @@ class Quotas:
         self._local = LocalLedger(now)
         self._shared = RedisLedger(redis_url) if redis_url else None
         self._lost = False
-        self._open: dict[str, str] = {}  # key ids, by the slots that they hold
+        self._open: dict[str, str] = {}  # key ids, by the slots that they hold in Redis
         self._refunds: dict[str, Refund] = {}
         self._timeouts: set[asyncio.Timeout] = set()
         self._work = Finishing()
@@ -138,18 +138,27 @@ class Quotas:
         limit = quota.tokens_per_minute
         if limit is not None and tokens > limit:
             raise OverQuota("tokens", limit, tokens, None)
-        asked = Refund(caller.key_id, None, 1, tokens, secrets.token_hex(8))
-        ledger, state = await self._work.take(self._take(quota, asked), partial(self._undo, asked))
+        asked, state = Refund(caller.key_id, None, 1, tokens, secrets.token_hex(8)), None
+        if self._shared is not None and not self._lost:
+            taking = self._take(self._shared, quota, asked)
+            state = await self._work.take(taking, partial(self._undo, self._shared, asked))
+        in_redis = state is not None
+        if state is None:
+            state = self._local.take(caller.key_id, quota, tokens, asked.slot)
         headers.update(limit_headers(quota, state))
         if state.denied is not None:
             raise OverQuota(state.denied, getattr(quota, _LIMITS[state.denied][0]), tokens, state.wait_s)
-        self._open[asked.slot] = caller.key_id
-        return QuotaGrant(self, ledger, asked._replace(second=state.second))
+        if in_redis:
+            self._open[asked.slot] = caller.key_id
+        return QuotaGrant(self, asked._replace(second=state.second), in_redis)
 
-    async def settle(self, ledger: Ledger, unused: Refund) -> None:
+    async def settle(self, unused: Refund, *, in_redis: bool) -> None:
         """Give back what a grant did not use, even if the caller is cancelled."""
-        self._open.pop(unused.slot, None)
-        await self._work.finish(self._give_back(ledger, unused))
+        if not in_redis or self._shared is None:
+            self._local.give_back(unused)
+            return
+        del self._open[unused.slot]
+        await self._work.finish(self._give_back(self._shared, unused))
 
     async def aclose(self) -> None:
         """Finish what is being taken and given back, and close the connections to Redis."""
@@ -159,37 +168,32 @@ class Quotas:
         if self._shared is not None:
             await self._shared.aclose()
 
-    async def _take(self, quota: Quota, asked: Refund) -> tuple[Ledger, QuotaState]:
-        shared = self._shared
-        if shared is not None and self._keeper is None:
+    async def _take(self, shared: RedisLedger, quota: Quota, asked: Refund) -> QuotaState | None:
+        """Ask Redis; None: it does not answer."""
+        if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep(shared))
-        if shared is not None and not self._lost:
-            due = time.monotonic() + REDIS_TIMEOUT_S
-            try:
-                async with asyncio.timeout(REDIS_TIMEOUT_S) as timeout:
-                    self._timeouts.add(timeout)
-                    try:
-                        return shared, await shared.take(asked.key_id, quota, asked.tokens, asked.slot)
-                    finally:
-                        self._timeouts.discard(timeout)
-            except UNAVAILABLE as error:
-                self._refunds[asked.slot] = asked._replace(due=due)
-                self._lose(error)
-        return self._local, await self._local.take(asked.key_id, quota, asked.tokens, asked.slot)
+        due = time.monotonic() + REDIS_TIMEOUT_S
+        try:
+            async with asyncio.timeout(REDIS_TIMEOUT_S) as timeout:
+                self._timeouts.add(timeout)
+                try:
+                    return await shared.take(asked.key_id, quota, asked.tokens, asked.slot)
+                finally:
+                    self._timeouts.discard(timeout)
+        except UNAVAILABLE as error:
+            self._refunds[asked.slot] = asked._replace(due=due)
+            self._lose(error)
+            return None
 
-    async def _undo(self, asked: Refund, taken: tuple[Ledger, QuotaState]) -> None:
-        ledger, state = taken
-        if state.denied is None:
-            await self._give_back(ledger, asked._replace(second=state.second))
+    async def _undo(self, shared: RedisLedger, asked: Refund, state: QuotaState | None) -> None:
+        if state is not None and state.denied is None:
+            await self._give_back(shared, asked._replace(second=state.second))
 
-    async def _give_back(self, ledger: Ledger, unused: Refund) -> None:
-        if isinstance(ledger, LocalLedger):
-            await ledger.give_back(unused)
-            return
+    async def _give_back(self, shared: RedisLedger, unused: Refund) -> None:
         self._refunds[unused.slot] = unused
         if not self._lost:
             try:
-                await self._refund(ledger, unused)
+                await self._refund(shared, unused)
             except UNAVAILABLE as error:
                 self._lose(error)
 
@@ -244,13 +248,13 @@ class _Counts:
 
 
 class LocalLedger:
-    """Counts in this process. Nothing awaits, so every change is atomic."""
+    """Counts in this process."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._keys: dict[str, _Counts] = defaultdict(_Counts)
 
-    async def take(self, key_id: str, quota: Quota, tokens: int, slot: str) -> QuotaState:
+    def take(self, key_id: str, quota: Quota, tokens: int, slot: str) -> QuotaState:
         """Take a request, tokens and a slot, all or nothing."""
         now = self._now()
         second, counts = int(now), self._keys[key_id]
@@ -264,7 +268,7 @@ class LocalLedger:
             counts.add(second, 1, tokens)
         return state
 
-    async def give_back(self, unused: Refund) -> None:
+    def give_back(self, unused: Refund) -> None:
         counts = self._keys[unused.key_id]
         counts.slots.discard(unused.slot)
         if unused.tokens < 0:
@@ -430,9 +434,6 @@ class RedisLedger:
 
     async def aclose(self) -> None:
         await self._redis.aclose()
-
-
-Ledger = LocalLedger | RedisLedger
 
 
 def _names(key_id: str) -> list[str]:
