@@ -17,6 +17,8 @@ from tiers.spec import ReplicaStatus
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tiers.speed import SpeedModel
+
 HOME_SHARE = 0.5  # of what no replica is known to hold: supposed to be cached on the session's own replica
 READY = ReplicaStatus.READY
 
@@ -80,15 +82,15 @@ def candidate(tier: TierSnapshot, request: Request, fleet: FleetSnapshot) -> Can
         if position < 0:
             return NONE_READY
     replica, cached = tier.replicas[position], None if tier.cached is None else tier.cached[position]
-    return Candidate(free, replica, expect(tier, position, request, fleet.load), cached)
+    times = None if replica.speed is None else expect(tier, position, replica.speed, request, fleet.load)
+    return Candidate(free, replica, times, cached)
 
 
-def expect(tier: TierSnapshot, position: int, request: Request, fleet: FleetLoad | None) -> Expectation | None:
-    """Predict the times of a request on one replica, corrected by recent errors; None while its speed is not known."""
-    replica = tier.replicas[position]
-    speed, trends = replica.speed, replica.trends
-    if speed is None:
-        return None
+def expect(
+    tier: TierSnapshot, position: int, speed: SpeedModel, request: Request, fleet: FleetLoad | None
+) -> Expectation:
+    """Predict the times of a request on one replica of known speed, corrected by recent errors."""
+    replica, trends = tier.replicas[position], tier.replicas[position].trends
     prompt_tokens, output_tokens, sequences, _, share = request
     if tier.cached is not None:
         prompt_tokens = max(prompt_tokens - tier.cached[position], 0)

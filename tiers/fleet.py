@@ -86,13 +86,13 @@ class Lease:
         """
         replica, now, prompt_tokens = self.replica, monotonic(), self._prompt_tokens
         trends, speed = replica.state.trends, replica.state.speed
-        replica.progressed(now)
         replica.prompt_computed(prompt_tokens, now)
         self._prompt_tokens = 0
-        self._answered()
+        if not self._judged:
+            self._answered()
         if ttft_ms is None or self.sequences > 1:
             return
-        if replica.learns:
+        if speed is None or not speed.profiled:
             load, self._begun = self._load, (now, *replica.work_at(now))
             self._seen = Seen(prompt_tokens, load.sequences, load.prompt_tokens, load.neighbours, ttft_ms)
         if self._unqueued_ms is not None:
@@ -125,11 +125,12 @@ class Lease:
             cached_tokens: Of the prompt, found in the prefix cache; None: the engine did not report them.
         """
         replica, now = self.replica, monotonic()
-        state = replica.state
+        state, work = replica.state, replica.work
         trends, speed = state.trends, state.speed
-        replica.work.generated += max(output_tokens - self._generated, 0)  # of an answer that was not streamed
-        replica.progressed(now)
-        self._answered()
+        work.generated += max(output_tokens - self._generated, 0)  # of an answer that was not streamed
+        work.silence_s, work.silent_from = 0.0, now
+        if not self._judged:
+            self._answered()
         if tpot_ms is not None and self.sequences == 1 and self.predicted is not None and speed is not None:
             tpot = trends.tpot.after(self.predicted.tpot_ms, tpot_ms, now, speed.tpot_spread)
             trends = Trends(trends.ttft, tpot)
@@ -179,9 +180,8 @@ class Lease:
         replica.update(failed=replica.state.failed + 1)
 
     def _answered(self) -> None:
-        if not self._judged:
-            self._judged = True
-            self.replica.breaker.succeeded(probe=self._probe)
+        self._judged = True
+        self.replica.breaker.succeeded(probe=self._probe)
 
     def release(self) -> None:
         """Free the slots. Only the first call counts."""
@@ -382,7 +382,6 @@ class Fleet:
         """
         now, output_tokens = monotonic(), max_tokens * sequences
         kv_tokens = prompt_tokens + math.ceil(self.output_share * output_tokens)
-        self.refresh(now)
         members, load = self._members.get(tier, []), self._load(now)
         if exclude:
             members = [replica for replica in members if replica.id not in exclude]
@@ -401,7 +400,7 @@ class Fleet:
             to_read = max(prompt_tokens - sent.cached, 0)
         before = load_of(replica.state, replica.output_tokens, load)
         predicted, unqueued_ms = self._times(replica, before, to_read, max_tokens, sequences)
-        probe = 0 if replica.breaker.closed else replica.breaker.begin(now)
+        probe = 0 if replica.breaker.open_until is None else replica.breaker.begin(now)
         replica.begin(to_read, output_tokens, kv_tokens, sequences, now)
         return Lease(
             replica,
@@ -450,14 +449,16 @@ class Fleet:
 
     def refresh(self, now: float) -> None:
         """Replace those states of replicas that time has changed."""
-        if self._totals.until <= now:
-            self._totals.until = math.inf
-            for replica in self.replicas:
-                if replica.expires_at <= now:
-                    replica.update()
-                self._totals.until = min(self._totals.until, replica.expires_at)
+        self._totals.until = math.inf
+        for replica in self.replicas:
+            if replica.expires_at <= now:
+                replica.update()
+            self._totals.until = min(self._totals.until, replica.expires_at)
 
     def _load(self, now: float) -> FleetLoad:
+        """Return how busy the fleet is, with all states up to date."""
+        if self._totals.until <= now:
+            self.refresh(now)
         totals, count = self._totals, len(self.replicas)
         others = count - 1 or 1
         load = FleetLoad(now, totals.busy, others)
@@ -504,7 +505,6 @@ class Fleet:
     def freed_per_s(self, tier: TierName) -> float:
         """Predict a tier's slots that become free per second; 0 if no replica takes requests."""
         now = monotonic()
-        self.refresh(now)
         load = self._load(now)
         return sum(r.freed_per_s(load, self.output_share) for r in self._members.get(tier, ()) if r.state.open)
 
@@ -519,9 +519,7 @@ class Fleet:
             reserved: Ids of replicas that have no free slots in it.
             prefix: Of the prompt that a decision is made for: the replicas show what they hold of it.
         """
-        now = monotonic()
-        self.refresh(now)
-        tiers = []
+        load, tiers = self._load(monotonic()), []
         for spec in self.specs:
             tier = self._tier_snapshot(spec, self._members.get(spec.name, ()), prefix)
             if reserved:
@@ -531,7 +529,7 @@ class Fleet:
                 tier = structs.replace(tier, replicas=tuple(full))
             tiers.append(tier)
         long = self.options.long_prompt_tokens
-        return FleetSnapshot(tuple(tiers), self.template, self.output_share, long, self._load(now))
+        return FleetSnapshot(tuple(tiers), self.template, self.output_share, long, load)
 
 
 def _least_loaded_open(members: Sequence[Replica]) -> int:

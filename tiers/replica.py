@@ -219,7 +219,8 @@ class Totals:
 
     def note_busy(self, change: int, now: float) -> None:
         """Note that a replica has its first request (1) or has had its last (-1)."""
-        self._busy_lately, self._busy_at = self.busy_lately(now), now
+        faded = math.exp((self._busy_at - now) / BUSY_MEMORY_S)
+        self._busy_lately, self._busy_at = self.busy + (self._busy_lately - self.busy) * faded, now
         self.busy += change
 
     def busy_lately(self, now: float) -> float:
@@ -291,7 +292,7 @@ class Replica:
                 self.expires_at = share.until
         if now < others.peers_until:
             peers, self.expires_at = others.peers, min(self.expires_at, others.peers_until)
-        if not breaker.closed:
+        if breaker.open_until is not None:
             pause = Pause(breaker.state(now), breaker.admits(now), breaker.admits_in_s(now))
             self.expires_at = now
         sequences = state.slots + peers.slots + others.foreign
@@ -393,8 +394,9 @@ class Replica:
         )
 
     def prompt_computed(self, prompt_tokens: int, now: float) -> None:
-        """Note that a prompt is computed; the engine has begun the next one."""
+        """Note that a prompt is computed, which is progress; the engine has begun the next one."""
         state, load = self.state, self.state.load
+        self.work.silence_s, self.work.silent_from = 0.0, now
         self.state = replace(
             state,
             prompt_tokens=state.prompt_tokens - prompt_tokens,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from router.policy.decision import Basis, Choice, Decision, Estimate, Refusal
 from router.policy.explain import reason
+from router.policy.losses import Z95
 from tiers.choice import Request, candidate
 from tiers.preparing import about
 from tiers.snapshot import load_of
@@ -56,46 +57,49 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> Decis
     """Choose a tier that serves the request as asked, or refuse it."""
     if query.adapter is not None:
         table = table.with_adapter(query.adapter)
-    sla, tokens, sequences = query.sla, query.tokens_to_read, query.sequences
-    z = _NORMAL.inv_cdf(table.sla_confidence if sla.confidence is None else sla.confidence)
-    output = fleet.output_share * query.max_tokens * sequences
-    request = Request(tokens, output, sequences, tokens > fleet.long_prompt_tokens, fleet.output_share)
-    found, highest, there = [], None, sequences
-    for tier in fleet.tiers:
-        one = candidate(tier, request, fleet)
-        obstacle = _obstacle(tier.spec, query, ready=one.replica is not None)
-        if obstacle is None and one.replica is not None:
-            highest = tier
-        found.append((tier, one, obstacle))
-        there += sum(map(SLOTS, tier.replicas))
-    scarcity = 1.0 if table.prices else _scarcity(highest)
-    context, below = _Context(query, table, request, z, scarcity, table.bound(query), there), query.hint is not None
-    estimates, possible, within = [], [], []
-    for tier, one, obstacle in found:
-        asked, below = (
-            not query.require or query.hint in {None, tier.spec.name},
-            below and tier.spec.name is not query.hint,
-        )
-        estimate = _estimate(tier, one, obstacle, context, below=below)
-        estimates.append(estimate)
-        if asked and estimate.obstacle is None:
+    tokens, output = query.tokens_to_read, fleet.output_share * query.max_tokens * query.sequences
+    request = Request(tokens, output, query.sequences, tokens > fleet.long_prompt_tokens, fleet.output_share)
+    choice, possible, within = _undecided(query, fleet, table, request), [], []
+    for estimate in choice.asked:
+        if estimate.obstacle is None:
             possible.append(estimate)
             if estimate.meets:
                 within.append(estimate)
-    choice = Choice(query, table, z, scarcity, tuple(estimates))
     if not possible or (query.require and not within):
         return _refused(choice, fleet, request, possible=bool(possible))
     degraded: tuple[Degraded, ...] = ()
-    given_up: tuple[Degraded, ...] = ()
     if within:
         chosen, basis = _choose(query, table, within)
+        choice = Choice(query, table, choice.z, choice.scarcity, choice.estimates, chosen, basis)
         if basis is Basis.DEGRADED_QUALITY:
             degraded = ("quality",)
     else:
         chosen, degraded = _nearest(query, possible, table)
-        basis, given_up = next(basis for what, basis in _DEGRADED if what in degraded), degraded
-    choice = Choice(query, table, z, scarcity, choice.estimates, chosen, basis, given_up)
+        basis = next(basis for what, basis in _DEGRADED if what in degraded)
+        choice = choice._replace(chosen=chosen, basis=basis, given_up=degraded)
     return Decision(chosen.tier, reason(choice, 0), query, choice, basis, degraded)
+
+
+def _undecided(query: Query, fleet: FleetSnapshot, table: PolicyParameters, request: Request) -> Choice:
+    """Return what can be expected of each tier."""
+    found, highest, there = [], None, query.sequences
+    for tier in fleet.tiers:
+        best = candidate(tier, request, fleet)
+        obstacle = _obstacle(tier.spec, query, ready=best.replica is not None)
+        if obstacle is None and best.replica is not None:
+            highest = tier
+        found.append((tier, best, obstacle))
+        there += sum(map(SLOTS, tier.replicas))
+    confidence = query.sla.confidence
+    z = _NORMAL.inv_cdf(table.sla_confidence if confidence is None else confidence)
+    scarcity = 1.0 if table.prices else _scarcity(highest)
+    context = _Context(query, table, request, z, scarcity, table.bound(query), there)
+    below, estimates = query.hint is not None, []
+    for tier, best, obstacle in found:
+        if tier.spec.name is query.hint:
+            below = False
+        estimates.append(_estimate(tier, best, obstacle, context, below=below))
+    return Choice(query, table, z, scarcity, tuple(estimates))
 
 
 def _refused(choice: Choice, fleet: FleetSnapshot, request: Request, *, possible: bool) -> Decision:
@@ -156,7 +160,8 @@ def _estimate(
         engine_ms = speed.engine_ms(to_read, max(1.0, request.output_tokens), batch)
         cost = engine_ms * (times.drift if times is not None else 1.0) / 1000 * table.prices.get(spec.name, 1.0)
     loss, spare = table.loss(spec.name, query.features), max(table.budget(spec.name) - table.negligible_loss, 0.0)
-    worst, sla, slow, excess = loss.at(z), query.sla, False, 0.0
+    worst = loss.mean + (loss.high - loss.mean) * z / Z95
+    worst, sla, slow, excess = min(worst, 1.0), query.sla, False, 0.0
     if sla.ttft_ms is not None or sla.tpot_ms is not None:
         slow, excess = _slow(sla, times, z)
     lossy = sla.max_quality_loss is not None and worst > sla.max_quality_loss
@@ -300,10 +305,10 @@ def _scarcity(highest: TierSnapshot | None) -> float:
     """
     if highest is None:
         return 0.0
-    room = filled = 0
+    room, filled, most = 0, 0, highest.spec.max_num_seqs
     for replica in highest.replicas:
         if replica.status is ReplicaStatus.READY:
-            room += min(highest.spec.max_num_seqs, replica.limit)
+            room += min(most, replica.limit)
             filled += replica.slots
     return min(max((filled / max(room, 1) - PLENTY) / (1 - PLENTY), 0.0), 1.0)
 

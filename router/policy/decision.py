@@ -303,8 +303,9 @@ class Choice(NamedTuple):
     @property
     def asked(self) -> list[Estimate]:
         """Return the tiers asked for: all, unless a hint is a condition."""
-        hint = self.query.hint if self.query.require else None
-        return [each for each in self.estimates if hint is None or each.tier is hint]
+        if self.query.hint is None or not self.query.require:
+            return list(self.estimates)
+        return [each for each in self.estimates if each.tier is self.query.hint]
 
     @property
     def within(self) -> list[Estimate]:
@@ -356,7 +357,10 @@ class Decision:
     @property
     def chosen(self) -> Estimate | None:
         """Return what was expected of the tier that is to serve the request, or None."""
-        return None if self.tier is None else self.estimate(self.tier)
+        for each in self.choice.estimates:
+            if each.tier is self.tier:
+                return each
+        return None
 
     @property
     def precision(self) -> str | None:

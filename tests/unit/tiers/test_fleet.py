@@ -100,9 +100,10 @@ def loads(fleet: Fleet) -> list[Load]:
     return [load_of(r, left, snapshot.load) for r, left in zip(tier.replicas, tier.output_tokens, strict=True)]
 
 
-def expected(fleet: Fleet, position: int, prompt_tokens: int, output_tokens: int = 0) -> Expectation | None:
-    snapshot = fleet.snapshot()
-    return expect(snapshot.tiers[0], position, Request(prompt_tokens, output_tokens), snapshot.load)
+def expected(fleet: Fleet, position: int, prompt_tokens: int, output_tokens: int = 0) -> Expectation:
+    snapshot, speed = fleet.snapshot(), fleet.replicas[position].state.speed
+    assert speed is not None
+    return expect(snapshot.tiers[0], position, speed, Request(prompt_tokens, output_tokens), snapshot.load)
 
 
 def _profiled(step: float = 10.0) -> SpeedModel:
