@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from router.policy.decision import Basis, Choice, Decision, Estimate, Refusal
 from router.policy.explain import reason
 from router.policy.losses import Z95
-from tiers.choice import Request, candidate
+from tiers.choice import READY, Request, candidate
 from tiers.preparing import about
 from tiers.snapshot import load_of
 from tiers.spec import UNKNOWN, ReplicaStatus, TierName
@@ -168,7 +168,7 @@ def _estimate(
     return Estimate(
         spec.name,
         spec.precision,
-        ReplicaStatus.READY if obstacle is None else tier.status,
+        READY if obstacle is None else tier.status,
         speed,
         batch,
         times,
@@ -307,7 +307,7 @@ def _scarcity(highest: TierSnapshot | None) -> float:
         return 0.0
     room, filled, most = 0, 0, highest.spec.max_num_seqs
     for replica in highest.replicas:
-        if replica.status is ReplicaStatus.READY:
+        if replica.status is READY:
             room += min(most, replica.limit)
             filled += replica.slots
     return min(max((filled / max(room, 1) - PLENTY) / (1 - PLENTY), 0.0), 1.0)
@@ -443,7 +443,7 @@ def _possible_in_s(
     waits = []
     for position, replica in enumerate(tier.replicas):
         speed, output_share = replica.speed, request.output_share
-        if replica.status is not ReplicaStatus.READY:
+        if replica.status is not READY:
             continue
         if speed is None:
             waits.append(UNKNOWN_RETRY_S)
