@@ -206,12 +206,8 @@ class DecisionLog:
         )
         self._writer.put(_line(record), self._head)
 
-    def ended(self, outcome: OutcomeRecord) -> None:
+    def ended(self, outcome: OutcomeRecord | OverflowRecord) -> None:
         self._writer.put(_line(outcome), self._head)
-
-    def overflowed(self, record: OverflowRecord) -> None:
-        """Write what became of a request that no tier had a slot for."""
-        self._writer.put(_line(record), self._head)
 
     def close(self) -> None:
         """Write what is queued, and close the file. Waits for seconds at most."""
