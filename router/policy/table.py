@@ -76,7 +76,7 @@ class PolicyStore:
         self.table = policy_table(settings, fleet.specs)
         self._load()
 
-    def take(self, settings: PolicySettings) -> None:
+    def use(self, settings: PolicySettings) -> None:
         """Take new settings; requests that are being served keep their decisions."""
         self._settings = settings
         self._load()
@@ -163,9 +163,9 @@ class PolicyStore:
         """Load profiles that are made or changed, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
-            self.take_up()
+            self.reload()
 
-    def take_up(self) -> None:
+    def reload(self) -> None:
         """Load the profiles again if one was made, changed or removed, or a tier serves another precision."""
         if self._state() != self._seen:
             self._load()
