@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from router.settings import OpenAISettings
+    from router.api.settings import OpenAISettings
     from router.telemetry.tracing import Telemetry
     from tiers.fleet import Fleet
     from tiers.snapshot import TierSnapshot

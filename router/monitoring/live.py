@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from router.pipeline.registry import ActiveRequest
     from router.profiling.auto_profile import AutoProfile
     from router.profiling.shadow_evaluation import ShadowEvaluation
-    from router.settings import TelemetrySettings
     from router.telemetry.record import RequestRecord
+    from router.telemetry.settings import TelemetrySettings
     from tiers.spec import TierName
 
 WINDOW_S = 60.0

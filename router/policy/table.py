@@ -25,7 +25,7 @@ from router.policy.profiles import (
     load_profile,
     profile_name,
 )
-from router.settings import LikeTier
+from router.policy.settings import LikeTier
 from tiers.spec import PRECISIONS, UNKNOWN
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision, Query
     from router.policy.losses import ExpectedLoss, Kind, Losses
     from router.policy.profiles import AnswerCount
-    from router.settings import PolicySettings
+    from router.policy.settings import PolicySettings
     from tiers.fleet import Fleet
     from tiers.spec import TierName, TierSpec
     from tiers.speed import SpeedModel

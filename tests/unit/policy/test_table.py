@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from router.policy.profiles import LatencyProfile, QualityProfile
-    from router.settings import PolicySettings
+    from router.policy.settings import PolicySettings
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 

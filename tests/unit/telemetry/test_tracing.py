@@ -15,9 +15,9 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased
 from classifier import PromptClass
 from router.policy.decide import decide
 from router.policy.decision import Sla
-from router.settings import TelemetrySettings
 from router.telemetry.journey import Journey
 from router.telemetry.record import Outcome
+from router.telemetry.settings import TelemetrySettings
 from router.telemetry.tracing import Telemetry, engine_target, make_telemetry
 from tests.unit.policy.test_decide import MEASURED, SCARCE, TABLE, fleet, query
 from tests.unit.records import record
