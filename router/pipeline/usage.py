@@ -85,7 +85,7 @@ class UsageLog:
 
     def offer(self, record: RequestRecord) -> None:
         """Take note of a request that has ended; what it cost is found out later."""
-        if record.visits or (record.overflow is not None and record.key_id):
+        if record.visits or (record.served.overflow is not None and record.key_id):
             self._records.append(record)
 
     async def run(self) -> None:
@@ -136,16 +136,16 @@ class UsageLog:
                 observe(row, use)
 
     def _used(self, record: RequestRecord) -> tuple[Row, Use]:
-        costs, decision, visits = self._charging.tariff, record.decision, record.visits
+        costs, decision, visits, tokens = self._charging.tariff, record.decision, record.visits, record.tokens
+        cached = tokens.cached or 0
         if not visits:
             row = Row(periods(record.at).day, record.key_id, record.team, OVERFLOW)
-            return row, Use(1, record.prompt_tokens, record.cached_prompt_tokens or 0, record.output_tokens)
+            return row, Use(1, tokens.prompt, cached, tokens.output)
         charge = costs.charge(decision, visits) if record.charge is None else record.charge
-        whole = visits[-1]._replace(prompt=record.prompt_tokens, output=record.output_tokens)
-        highest = costs.at_highest(decision, (whole._replace(cached=record.cached_prompt_tokens or 0),))
-        row = Row(periods(record.at).day, record.key_id, record.team, str(record.served_by or whole.tier))
-        cached = record.cached_prompt_tokens or 0
-        return row, Use(1, record.prompt_tokens, cached, record.output_tokens, *charge, *highest)
+        whole = visits[-1]._replace(prompt=tokens.prompt, output=tokens.output)
+        highest = costs.at_highest(decision, (whole._replace(cached=cached),))
+        row = Row(periods(record.at).day, record.key_id, record.team, str(record.served.tier or whole.tier))
+        return row, Use(1, tokens.prompt, cached, tokens.output, *charge, *highest)
 
 
 def _add(rows: Mapping[Row, Use], oldest: str, sql: sqlite3.Connection) -> None:
