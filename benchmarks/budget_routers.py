@@ -29,8 +29,7 @@ import httpx
 from measure import free_port, process, stub, wait_for
 from quota import start_redis
 
-from router.auth.api_keys import add_key, set_team
-from router.policy.charge import MICRO
+from router.auth.api_keys import MICRO, add_key, set_team
 
 KEYS, CONNECTIONS = 5, 32
 TOKENS = 32  # of the stub's answer, of which as many are charged as the request allows

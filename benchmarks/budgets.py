@@ -1,4 +1,4 @@
-"""Charge many requests to budgets through two routers' ledgers, in two processes: are budgets kept, and are sums exact?
+"""Cost many requests to budgets through two routers' ledgers, in two processes: are budgets kept, and are sums exact?
 
 usage: .venv/bin/python benchmarks/budgets.py [--requests 100000] [--redis URL] [--out FILE]
 
@@ -22,12 +22,13 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from router.auth.api_keys import Caller
-from router.auth.budget_ledger import BudgetLedger, RedisLedger, SqliteLedger
-from router.auth.budgets import Account, Budget, OverBudget, periods
-from router.auth.database import Database
-from router.auth.spending import Spending
-from router.policy.charge import Charge
+from router.accounting.budgets import OverBudget, periods
+from router.accounting.database import Database
+from router.accounting.ledgers import BudgetLedger, RedisLedger, SqliteLedger
+from router.accounting.reservations import Reservations
+from router.auth.api_keys import Account, Budget, Caller
+from router.settings import BudgetSettings
+from router.telemetry.record import Cost
 
 ROOT = str(Path(__file__).resolve().parents[1])
 KEYS, AT_ONCE, PROCESSES = 5, 50, 2
@@ -52,7 +53,7 @@ def ledger_of(where: str) -> BudgetLedger:
 async def send(where: str, run: str, requests: int, number: int) -> None:
     """Send one process' part, and print what it was charged by account."""
     at = float(run.partition("@")[2])
-    spending = Spending(ledger_of(where), currency="USD", priced=True, now=lambda: at)
+    reservations = Reservations(ledger_of(where), BudgetSettings(replica_hour=1), lambda: at)
     source, who, left = random.Random(number), callers(run, requests), requests // PROCESSES
     charged: Counter[str] = Counter()
     counts: Counter[str] = Counter()
@@ -63,24 +64,24 @@ async def send(where: str, run: str, requests: int, number: int) -> None:
             left -= 1
             caller, most = source.choice(who), source.randint(1, MOST_US)
             try:
-                grant = await spending.enter(caller, Charge(most, most // 3))
+                grant = await reservations.enter(caller.accounts, Cost(most, most // 3))
             except OverBudget:
                 counts["refused"] += 1
                 continue
             await asyncio.sleep(0)
             used = source.randint(0, most + most // 50)  # a few use more than was reserved, as after a failover
-            charge = await grant.settle(Charge(used, used // 3))
+            cost = await grant.settle(Cost(used, used // 3))
             counts["served"] += 1
             for account in caller.accounts:
-                charged[f"{account.id} engine_us"] += charge.engine_us
-                charged[f"{account.id} money_u"] += charge.money_u
+                charged[f"{account.id} engine_us"] += cost.engine_us
+                charged[f"{account.id} money_u"] += cost.money_u
 
     await asyncio.gather(*(client() for _ in range(AT_ONCE)))
-    await spending.aclose()
+    await reservations.aclose()
     print(json.dumps({"charged": charged, "counts": counts, "cpu_s": time.process_time()}))
 
 
-def over(run: str, requests: int, used: dict[tuple[str, str], Charge], at: float) -> list[str]:
+def over(run: str, requests: int, used: dict[tuple[str, str], Cost], at: float) -> list[str]:
     """Return the budgets that are exceeded."""
     limits = {(a.id, limit) for c in callers(run, requests) for a in c.accounts for limit in a.limits}
     now, found = periods(at), []
@@ -112,7 +113,7 @@ async def measure(where: str, requests: int) -> dict[str, object]:
     used = await ledger.used(accounts, periods(at))
     exceeded += over(run, requests, used, at)
     charged = sum((Counter(each["charged"]) for each in told), Counter[str]())
-    counted = {f"{a} {unit}": getattr(used[a, periods(at).day], unit) for a in accounts for unit in Charge._fields}
+    counted = {f"{a} {unit}": getattr(used[a, periods(at).day], unit) for a in accounts for unit in Cost._fields}
     counts = sum((Counter(each["counts"]) for each in told), Counter[str]())
     return {
         "ledger": "redis" if where.startswith("redis") else "sqlite",

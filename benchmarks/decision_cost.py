@@ -50,7 +50,7 @@ class Load:
         for number in range(replicas):
             spec = specs[number % len(specs)]
             name = f"{spec.name}-{number}"
-            replica = self.fleet.add(Replica(name, spec, "http://127.0.0.1", "", "m", state=ReplicaStatus.READY))
+            replica = self.fleet.add(Replica(name, spec, "http://127.0.0.1", "", "m", status=ReplicaStatus.READY))
             replica.measured(
                 SpeedModel(20, 1, 20 + 20 * STANDARD_TIERS.index(spec.name), 2, 1, 0.5, 0.1, 0.1, profiled=True)
             )

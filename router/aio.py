@@ -1,12 +1,14 @@
-"""Waiting for and ending asyncio tasks."""
+"""Waiting for, finishing and ending asyncio tasks."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection, Coroutine
+
+T = TypeVar("T")
 
 
 class Signal:
@@ -37,6 +39,45 @@ class Signal:
             await waiter
         finally:
             self._waiters = [other for other in self._waiters if other is not waiter] or None
+
+
+class Finishing:
+    """Work that is finished even if whoever waits for it is cancelled.
+
+    Attributes:
+        tasks: Those that go on.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: set[asyncio.Task[Any]] = set()
+
+    async def finish(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.shield(self._start(work))
+
+    async def take(self, taking: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, None]]) -> T:
+        """Return what ``taking`` returns; if the caller is cancelled meanwhile, it is undone."""
+        task = self._start(taking)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await self.finish(_undone(task, undo))
+            raise
+
+    async def aclose(self) -> None:
+        while self.tasks:
+            await asyncio.wait(self.tasks)
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+
+async def _undone(task: asyncio.Task[T], undo: Callable[[T], Coroutine[Any, Any, None]]) -> None:
+    await asyncio.wait({task})
+    if task.exception() is None:
+        await undo(task.result())
 
 
 async def end_tasks(tasks: Collection[asyncio.Task[None]]) -> None:

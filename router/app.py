@@ -15,6 +15,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
+from router.accounting.charging import Charging
+from router.accounting.database import Database
+from router.accounting.ledgers import ledger_of
+from router.accounting.reservations import Reservations
+from router.accounting.usage import UsageLog
 from router.aio import end_tasks
 from router.api.admin import Admin, reload_route
 from router.api.asgi import ClientGone, context_of
@@ -28,13 +33,10 @@ from router.api.passthrough import Embeddings, Passthrough, Tokens
 from router.api.paths import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, PAGE, RESPONSES
 from router.api.problems import PROBLEMS, response_to
 from router.api.resumable import ResumableStreams
-from router.auth.api_keys import KeysError, KeyStore
-from router.auth.budget_ledger import RedisLedger, SqliteLedger
-from router.auth.database import Database
+from router.auth.access import KeyStore, open_access
+from router.auth.api_keys import KeysError
 from router.auth.network import is_loopback
 from router.auth.quota import Quotas
-from router.auth.spending import Spending
-from router.auth.tokens import Access, open_access
 from router.lifecycle import ServerState
 from router.middleware.request import RequestMiddleware
 from router.monitoring.live import Live, LiveEndpoints
@@ -42,13 +44,11 @@ from router.monitoring.metrics import Metrics
 from router.monitoring.page import Page
 from router.monitoring.usage import Labels, UsageEndpoint
 from router.pipeline.admission import Admission
-from router.pipeline.charging import Charging
 from router.pipeline.failover import Failover
 from router.pipeline.overflow import Overflow
 from router.pipeline.pipeline import Pipeline
 from router.pipeline.registry import RequestRegistry
 from router.pipeline.shared_load import SharedLoad
-from router.pipeline.usage import UsageLog
 from router.policy.decision_log import DecisionLog
 from router.policy.render import render_budget
 from router.policy.table import PolicyStore
@@ -212,7 +212,7 @@ def _prepare(parts: _Parts, entry: RequestMiddleware, settings: Settings) -> Cal
         entry.take(*served)
         parts.streams.bounds = settings.server
         wired.pipeline.policy.take(settings.policy)
-        wired.pipeline.charging.take(settings.policy.prices, settings.budgets)
+        wired.pipeline.charging.take(settings)
         wired.pipeline.admission.take(settings.admission)
         wired.upstream.take(settings.upstream)
         wired.pipeline.overflow.client.take(settings.overflow, settings.upstream)
@@ -263,12 +263,13 @@ def _wire(
         registry.observers.append(partial(log_outcome, decisions))
     redis_url, database = settings.state.redis_url.get_secret_value(), Database(settings.budgets.file)
     policy = PolicyStore(settings.policy, fleet)
+    reservations = Reservations(ledger_of(settings, database), settings.budgets)
     registry.observers.append(lambda r: policy.served(r.decision, r.served.tier))
     upstream = Upstream(fleet, EngineTransport(LEAST_REQUESTS), settings.upstream, telemetry, policy)
     upstream.fit()
     fleet.on_members = upstream.fit
-    profiling = AutoProfile(settings, fleet, policy, model, lambda: bool(registry.open))
-    evaluation = ShadowEvaluation(settings.policy.live_check_share, fleet, upstream, telemetry)
+    profiling = AutoProfile(settings, fleet, policy, model, lambda: (registry.totals["requests"], len(registry.open)))
+    evaluation = ShadowEvaluation(settings.policy.live_check_share, fleet, profiling.client, telemetry)
     admission = Admission(fleet, policy, settings.admission)
     samples = None
     if kept.sampled_prompts is not None and kept.prompt_share:
@@ -278,7 +279,7 @@ def _wire(
         counter=counter,
         policy=policy,
         quotas=Quotas(redis_url),
-        charging=_charging(settings, fleet, policy, database),
+        charging=Charging(reservations, fleet, policy, settings.policy.prices),
         admission=admission,
         failover=Failover(
             fleet, policy, upstream, telemetry, settings.upstream.attempts, settings.limits.default_max_tokens
@@ -289,7 +290,6 @@ def _wire(
         telemetry=telemetry,
         prompt_observer=samples,
         answer_observer=None,
-        on_request=profiling.give_way,
     )
     usage = UsageLog(database, pipeline.charging)
     registry.observers.append(usage.offer)
@@ -308,14 +308,6 @@ def _pipeline(wired: _Wired, settings: Settings) -> Pipeline:
     failover = replace(base.failover, attempts=attempts, default_max_tokens=max_tokens)
     observer = wired.evaluation if settings.policy.live_check_share else None
     return replace(base, failover=failover, answer_observer=observer)
-
-
-def _charging(settings: Settings, fleet: Fleet, policy: PolicyStore, database: Database) -> Charging:
-    redis_url, budgets = settings.state.redis_url.get_secret_value(), settings.budgets
-    ledger = RedisLedger(redis_url) if redis_url else SqliteLedger(database)
-    priced, serve_unknown = budgets.replica_hour is not None, budgets.while_unknown == "serve"
-    spending = Spending(ledger, currency=budgets.currency, priced=priced, serve_unknown=serve_unknown)
-    return Charging(spending, fleet, policy, settings.policy.prices, budgets.replica_hour)
 
 
 def _lifespan(
@@ -341,11 +333,10 @@ def _lifespan(
             "measuring": wired.profiling.run,
             "looking at budgets": usage.run,
             "writing usage": wired.usage.run,
+            "the issuer's keys": keys.run,
         }
         if tls is not None:
             work["watching the certificate"] = tls.watch
-        if isinstance(keys, Access):
-            work["the issuer's keys"] = keys.run
         tasks = [asyncio.create_task(lasting(each, name), name=name) for name, each in work.items()]
         yield
         await streams.aclose()
@@ -353,7 +344,7 @@ def _lifespan(
         await wired.profiling.aclose()
         await wired.shared.aclose()
         await pipeline.quotas.aclose()
-        await pipeline.charging.spending.aclose()
+        await pipeline.charging.reservations.aclose()
         await wired.database.aclose()
         await wired.upstream.aclose()
         await pipeline.overflow.client.aclose()
@@ -390,7 +381,7 @@ class Status:
     """The endpoints on the router's state, and the rendering of errors."""
 
     def __init__(self, wired: _Wired, server_state: ServerState, keys: KeyStore) -> None:
-        self._keys, self._spending, self._database = keys, wired.pipeline.charging.spending, wired.database
+        self._keys, self._reservations, self._database = keys, wired.pipeline.charging.reservations, wired.database
         self._fleet, self._profiling, self._about = wired.pipeline.fleet, wired.profiling, wired.about
         self._server_state, self._loss_budget = server_state, wired.loss_budget
 
@@ -404,10 +395,10 @@ class Status:
         """
         tiers = self._fleet.snapshot().tiers
         serves = self._server_state.open and self._keys.ready
-        ready = serves and any(tier.state is ReplicaStatus.READY for tier in tiers)
+        ready = serves and any(tier.status is ReplicaStatus.READY for tier in tiers)
         body = {
             "ready": ready,
-            "tiers": {tier.spec.name: tier.state.value for tier in tiers},
+            "tiers": {tier.spec.name: tier.status.value for tier in tiers},
             "reasons": self._notes(),
             "preparing": [
                 {"tier": tier.spec.name, **render_preparing(tier.preparing)}
@@ -426,7 +417,7 @@ class Status:
     def _notes(self) -> list[str]:
         fault = self._database.fault
         file = [f"usage is not written: {self._database.path} cannot be used ({fault})"] if fault else []
-        return [*self._keys.notes, *self._spending.notes, *file]
+        return [*self._keys.notes, *self._reservations.notes, *file]
 
     async def tiers(self, request: Request) -> Response:
         """Answer with the present fleet; only operators see the engines' addresses."""

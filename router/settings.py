@@ -39,7 +39,8 @@ from redis.asyncio.connection import parse_url
 from classifier import PromptClass  # noqa: TC001  pydantic reads it
 from router.removed import removed_setting, without_ignored
 from tiers.address import normalised, wrong_with
-from tiers.checkpoints.prepare import CALIBRATION_SAMPLES, CALIBRATION_TOKENS, DEFAULT_CALIBRATION, DEFAULT_MODEL
+from tiers.breaker import BreakerOptions
+from tiers.checkpoints.prepare import CALIBRATION_SAMPLES, DEFAULT_CALIBRATION, DEFAULT_MODEL
 from tiers.lifecycle.engine_args import check_own
 from tiers.spec import OVERFLOW, RESERVED, STANDARD_TIERS, TierName
 
@@ -132,6 +133,15 @@ class ServerSettings(Section):
     """Where the router listens."""
 
     reloads: ClassVar[frozenset[str]] = AllBut({"cors_origins", "host", "port", "runtime_dir"})
+    max_header_bytes: ClassVar[int] = 32768  # of a request's path and headers
+    header_timeout_s: ClassVar[float] = 10.0
+    body_timeout_s: ClassVar[float] = 60.0
+    write_timeout_s: ClassVar[float] = 30.0  # for a client to read anything of its answer
+    # A stream without a first token for this long gets its head, and a comment at this interval; 0: never. A failure is an
+    # error event then, not a status.
+    silence_s: ClassVar[float] = 15.0
+    resume_s: ClassVar[float] = 30.0  # that a stream is kept after its end, or after its connection is lost
+    resume_bytes: ClassVar[int] = 1 << 18  # of events, kept of each
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8080, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
@@ -146,31 +156,16 @@ class ServerSettings(Section):
         description="Origins whose web pages may send requests, as in `https://chat.example.com`; `*`: all, with a key.",
     )
     max_body_bytes: int = Field(1 << 20, ge=1024, description="Request bodies over this are refused unread.")
-    max_header_bytes: int = Field(32768, ge=1024, description="Requests with a longer path and headers are refused.")
     max_connections: int = Field(4096, ge=1, description="Most open connections; further ones get 503.")
-    header_timeout_s: PositiveFloat = Field(10, description="Time for a request's headers to arrive.")
     keep_alive_s: int = Field(
         75,
         ge=1,
         description="Idle connections are kept this long: longer than proxies and clients keep them, so that none "
         "sends a request while the router closes.",
     )
-    body_timeout_s: PositiveFloat = Field(60, description="Time for a request's body to arrive.")
-    write_timeout_s: PositiveFloat = Field(
-        30, description="A client that reads none of its answer for this long is disconnected, its request aborted."
-    )
-    silence_s: NonNegativeFloat = Field(
-        15,
-        description="A stream without a first token for this long gets its head, without who answers it, and a comment at "
-        "this interval; a failure is an error event then, not a status. 0: never.",
-    )
-    resume_s: PositiveFloat = Field(
-        30, description="A resumable stream is kept this long after its end or after its connection is lost."
-    )
     resume_streams: NonNegativeInt = Field(
         256, description="Resumable streams at once; further ones are served, but cannot be resumed."
     )
-    resume_bytes: int = Field(1 << 18, ge=4096, description="Events kept of each resumable stream, in bytes.")
     drain_s: NonNegativeFloat = Field(
         30, description="Time for open answers to finish after a signal, or after another router has taken over."
     )
@@ -209,13 +204,13 @@ class LimitSettings(Section):
     """What one request may ask."""
 
     reloads: ClassVar[frozenset[str]] = AllBut()
+    default_temperature: ClassVar[float] = 0.7
+    max_sequences: ClassVar[int] = 1024  # of one OpenAI request: its prompts times ``n``
 
     max_prompt_chars: int = Field(16_000, ge=1, description="Most characters in a prompt, and in a system prompt.")
     max_prompt_words: int = Field(5_000, ge=1, description="Most words in a prompt, and in a system prompt.")
     max_tokens: int = Field(4_096, ge=1, description="Highest `max_tokens` of a request.")
     default_max_tokens: int = Field(256, ge=1, description="`max_tokens` of a request that gives none.")
-    default_temperature: float = Field(0.7, ge=0, le=2, description="Temperature of a request that gives none.")
-    max_sequences: int = Field(1024, ge=1, description="Most answers of one OpenAI request: its prompts times `n`.")
 
 
 def _engine_address(url: str) -> str:
@@ -302,9 +297,6 @@ class TierSettings(Section):
         description="Requests admitted to one replica; further ones go elsewhere, wait, or get 503. A request with "
         "`n` choices counts as `n`.",
     )
-    max_num_batched_tokens: int | None = Field(
-        None, ge=1, description="Tokens that an engine computes in one step at most; unset: vLLM chooses."
-    )
     urls: Annotated[tuple[EngineAddress, ...], AfterValidator(_once)] = Field(
         (), description="Engines that run elsewhere."
     )
@@ -347,7 +339,6 @@ class TierSettings(Section):
         "what followed the same words before; a tier of lower precision: its checkpoint; or a model folder. Empty: none. "
         "Requests with `min_p` or `logit_bias` go to tiers without a draft: vLLM refuses them there.",
     )
-    draft_tokens: int = Field(4, ge=1, le=32, description="Tokens proposed at a time.")
     precision: str = Field(
         "",
         pattern=r"^([a-z0-9][a-z0-9+.-]{0,31})?$",
@@ -480,8 +471,6 @@ class ModelSettings(Section):
     calibration_samples: NonNegativeInt = Field(
         CALIBRATION_SAMPLES, description="Prompts of that file used, at even distances; 0 uses all."
     )
-    calibration_tokens: int = Field(CALIBRATION_TOKENS, ge=16, le=8192, description="Most tokens used of each prompt.")
-    group_size: Literal[0, 32, 64, 128] = Field(0, description="AWQ weights per scale; 0 chooses.")
 
 
 def _header_value(key: str) -> str:
@@ -518,11 +507,6 @@ class EngineSettings(Section):
         120,
         description="Time for open requests to finish before an engine is restarted or recycled; then they are aborted.",
     )
-    recycle: Literal["beside", "in place"] = Field(
-        "beside",
-        description="`beside`: a new engine starts beside the old one and replaces it when it is ready. `in place`: the "
-        "old one stops first, if another replica is ready; also used if there is no memory for both.",
-    )
     recycle_every_s: NonNegativeFloat = Field(
         0, description="Each engine is recycled at this interval, one at a time and spread out. 0: never."
     )
@@ -532,7 +516,6 @@ class EngineSettings(Section):
         "checkpoint's first start on this machine, or at first from this URL (`canary.json` in `policy.profiles`). 0: not "
         "compared.",
     )
-    warmup_question: str = Field("What is the capital of France?", description="Asked before an engine is ready.")
     warmup_expected: str = Field("Paris", description="Must occur in the answer; empty: any sane text.")
 
 
@@ -584,26 +567,20 @@ class PolicySettings(Section):
     """How a tier is chosen."""
 
     reloads: ClassVar[frozenset[str]] = AllBut({"profiles"})
+    negligible_loss: ClassVar[float] = 0.005  # share of answers; a tier that loses no more is as good as the highest
+    sla_confidence: ClassVar[float] = 0.9  # with which bounds must be met, if a request gives none
 
     loss_budget: Share | LikeTier = Field(
         LikeTier(),
         description="Share of answers that may get worse than the highest precision's on a kind of prompt, while engine "
         "time is scarce: a number, or what one tier loses: that tier may answer every prompt, and lower ones those on "
         'which they lose no more than it does on average: `{ like = "balanced" }`. While engines have time to spare, or '
-        "at 0, only tiers with a loss up to `policy.negligible_loss` serve in the highest precision's place.",
-    )
-    negligible_loss: Share = Field(
-        0.005,
-        description="Share of answers. A tier that is expected to lose no more on a kind of prompt is as good as the "
-        "highest precision: the one of those with the least engine time serves, whatever the budget.",
+        "at 0, only tiers that lose next to nothing serve in the highest precision's place.",
     )
     max_loss: dict[PromptClass, Share] = Field(
         {},
         description="Most quality loss of each class, as a share of answers; a tier that may lose more is not used. "
         "Classes that are not named have only the budget.",
-    )
-    sla_confidence: float = Field(
-        0.9, ge=0.5, lt=1, description="Confidence with which bounds must be met, if a request gives none."
     )
     give_up: Literal["quality", "latency"] = Field(
         "latency", description="The bound that is given up first if no tier meets all bounds of a request."
@@ -643,22 +620,14 @@ class PolicySettings(Section):
 class ProfileSettings(Section):
     """When the router measures itself."""
 
+    latency_s: ClassVar[float] = 150.0  # of work, about, for the speed of all tiers
+    idle_s: ClassVar[float] = 5.0  # without requests; doubled after each attempt without a result, up to a minute
+
     auto: bool = Field(
         True,
         description="Measure the speed and the loss of tiers without a profile in `policy.profiles`, as `qarr profile` "
         "does, while there are no requests. Only if this router started every engine: engines that others use too are "
         "left to `qarr profile`.",
-    )
-    live: bool = Field(True, description="Learn the speed of replicas from live requests until a profile has it.")
-    latency_s: PositiveFloat = Field(
-        150,
-        description="About how long measuring the speed of all tiers may take, in seconds of work. With less time, "
-        "long prompts and large batches are left out.",
-    )
-    idle_s: NonNegativeFloat = Field(
-        5,
-        description="Time without requests before measuring starts or continues; doubled after each attempt without a "
-        "result, up to a minute.",
     )
 
 
@@ -676,42 +645,29 @@ class AdmissionSettings(Section):
     """Who gets the next free slot."""
 
     reloads: ClassVar[frozenset[str]] = AllBut()
+    affinity: ClassVar[bool] = True  # what replicas hold in their prefix caches counts in choices and predictions
 
     max_waiting: NonNegativeInt = Field(
         256, description="Most requests that wait for a slot; beyond, the least urgent is refused. 0: none waits."
     )
     max_wait_s: WaitSettings = WaitSettings()
-    affinity: bool = Field(
-        True,
-        description="Remember which prompts replicas hold in their prefix caches, and count it in the choice of the "
-        "replica and in predictions.",
-    )
 
 
 class UpstreamSettings(Section):
     """How the router talks to engines."""
 
     reloads: ClassVar[frozenset[str]] = AllBut()
+    connect_timeout_s: ClassVar[float] = 5.0
+    retry_share: ClassVar[float] = 0.2  # retries before the first byte that each request adds to a budget shared by all
+    retry_reserve: ClassVar[int] = 50  # retries in that budget at the start, and at most
+    breaker: ClassVar[BreakerOptions] = BreakerOptions()
 
-    connect_timeout_s: PositiveFloat = Field(5, description="Time to open a connection.")
     first_token_timeout_s: PositiveFloat = Field(120, description="From sending a request to its first token.")
     token_timeout_s: PositiveFloat = Field(60, description="Longest time between two tokens.")
     answer_timeout_s: PositiveFloat = Field(600, description="Time to the whole answer of an unstreamed request.")
     attempts: int = Field(
         3, ge=1, description="Replicas tried before the first byte, and the most failovers of one answer."
     )
-    retry_share: NonNegativeFloat = Field(
-        0.2, description="Retries before the first byte that each request adds to a budget shared by all requests."
-    )
-    retry_reserve: NonNegativeInt = Field(50, description="Retries in that budget at the start, and at most.")
-    breaker_failures: int = Field(3, ge=1, description="Failures in a row after which a replica gets no requests.")
-    breaker_failure_share: float = Field(
-        0.5, gt=0, le=1, description="Share of failures among its last attempts with the same effect."
-    )
-    breaker_pause_s: PositiveFloat = Field(
-        1, description="Pause before it gets one request as a probe; doubled after each probe that fails."
-    )
-    breaker_longest_pause_s: PositiveFloat = Field(30, description="Longest such pause.")
 
 
 def _overflow_address(url: str) -> str:
@@ -744,6 +700,7 @@ class OverflowSettings(Section):
     """A server of OpenAI's API that answers what all tiers are too full for."""
 
     reloads: ClassVar[frozenset[str]] = AllBut()
+    first_token_timeout_s: ClassVar[float] = 30.0  # other times are those of ``UpstreamSettings``
 
     url: Annotated[str, AfterValidator(_overflow_address)] = Field(
         "",
@@ -760,11 +717,6 @@ class OverflowSettings(Section):
         description="What answers and records call it; empty: the host of `overflow.url`.",
     )
     max_in_flight: int = Field(16, ge=1, description="Most requests that it has at once.")
-    first_token_timeout_s: PositiveFloat = Field(
-        30,
-        description="From sending it a request to the first token. Other times are those of `upstream`: to connect, between "
-        "two tokens, and to the whole of an answer that is not streamed.",
-    )
 
     @model_validator(mode="after")
     def _complete(self) -> OverflowSettings:
@@ -933,13 +885,9 @@ class TelemetrySettings(Section):
     """What goes into logs and traces. Exporters are set by the standard `OTEL_*` variables."""
 
     reloads: ClassVar[frozenset[str]] = frozenset({"record_prompts", "log_level"})
+    recent_requests: ClassVar[int] = 500  # ended ones in memory; as many that failed or missed their SLA besides
 
     record_prompts: bool = Field(False, description="Put prompts on spans.")
-    recent_requests: NonNegativeInt = Field(
-        500,
-        description="Ended requests kept in memory with their traces, for the page and `qarr top`; as many that failed or "
-        "missed their SLA are kept besides.",
-    )
     trace_url: Annotated[str, AfterValidator(_viewer_address)] = Field(
         "", description="Address of a trace in a trace viewer, with `{trace_id}` in it; answers then carry it."
     )

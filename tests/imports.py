@@ -16,6 +16,7 @@ RANKS = (
     {"policy", "reload", "server"},
     {"auth", "telemetry"},
     {"upstream"},
+    {"accounting"},
     {"pipeline", "profiling"},
     {"api"},
     {"monitoring", "middleware"},

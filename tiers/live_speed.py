@@ -140,17 +140,17 @@ class LiveSpeed:
 
     async def look(self, replica: Replica) -> bool:
         """Learn one replica's speed, in a thread, if there are enough answers since the last time; return whether."""
-        if replica.state is not ReplicaStatus.READY or not replica.learns:
+        if replica.state.status is not ReplicaStatus.READY or not replica.learns:
             self._idle.pop(replica.id, None)
             self._answers.pop(replica.id, None)
             return False
-        if replica.speed is not None and not replica.speed.learned:
-            self._idle[replica.id] = replica.speed
-        if replica.noted < max(ENOUGH, AGAIN * self._answers.get(replica.id, 0)):
+        if replica.state.speed is not None and not replica.state.speed.learned:
+            self._idle[replica.id] = replica.state.speed
+        if replica.answers.noted < max(ENOUGH, AGAIN * self._answers.get(replica.id, 0)):
             return False
-        self._answers[replica.id] = replica.noted
+        self._answers[replica.id] = replica.answers.noted
         idle = self._idle.get(replica.id)
-        learned = await asyncio.to_thread(learn, tuple(replica.seen), replica.spec.max_num_seqs, idle)
-        if learned is not None and replica.state is ReplicaStatus.READY and replica.learns:
+        learned = await asyncio.to_thread(learn, tuple(replica.answers.last), replica.spec.max_num_seqs, idle)
+        if learned is not None and replica.state.status is ReplicaStatus.READY and replica.learns:
             replica.measured(learned)
         return True

@@ -111,7 +111,7 @@ def behind(tier: TierSnapshot) -> dict[str, Any]:
         "quantization": shown_quantization(spec.precision),
         "context_length": spec.max_model_len,
         "adapters": list(spec.adapters),
-        "state": tier.state.value,
+        "state": tier.status.value,
     }
 
 
@@ -214,7 +214,7 @@ class ModelEndpoints:
         await json_response({"data": data}, headers=context_of(scope).headers)(scope, receive, send)
 
     def _endpoint(self, tier: TierSnapshot) -> dict[str, Any]:
-        spec, ready = tier.spec, tier.state is ReplicaStatus.READY
+        spec, ready = tier.spec, tier.status is ReplicaStatus.READY
         parameters = [p for p in PARAMETERS if spec.draft is None or p not in NOT_WITH_DRAFT]
         return {
             **behind(tier),

@@ -60,9 +60,11 @@ class Tokens:
     def _engines(self, document: JsonObject, allowed: frozenset[TierName] | None) -> Iterator[AskedEngine]:
         """Yield whom to ask: ready engines, without a slot on them, for tokenizing takes nothing from generation."""
         fleet, now = self.deps.fleet, time.monotonic()
-        replicas = [r for r in fleet.replicas if r.state is ReplicaStatus.READY]
+        replicas = [r for r in fleet.replicas if r.state.status is ReplicaStatus.READY]
         ready = [r for r in replicas if allowed is None or r.spec.name in allowed]
-        for replica in sorted(ready, key=lambda r: (not r.breaker.admits(now), fleet.rank(r.spec.name), r.in_flight)):
+        for replica in sorted(
+            ready, key=lambda r: (not r.breaker.admits(now), fleet.rank(r.spec.name), r.state.in_flight)
+        ):
             yield AskedEngine(replica.url, replica.api_key, document.edited({"model": replica.model}))
 
 

@@ -13,16 +13,15 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from router.accounting.budgets import BudgetUnknown, NoPrice, OverBudget
 from router.api.asgi import CODINGS, ClientGone, ForeignHost, ForeignPage, UnknownCoding, context_of
 from router.api.bodies import FieldProblem, InvalidBody, json_response
 from router.api.paths import ErrorForm, error_form
 from router.api.resumable import ResumedElsewhere, StreamGone, UnknownStream
-from router.auth.api_keys import BeyondKey, IssuerAway, Unauthorized
-from router.auth.budgets import BudgetUnknown, NoPrice, OverBudget
+from router.auth.api_keys import MICRO, BeyondKey, IssuerAway, Unauthorized
 from router.auth.quota import OverQuota
 from router.lifecycle import CLIENT_GONE
 from router.pipeline.request import RequestContext
-from router.policy.charge import MICRO
 from router.policy.decision import Decision, Refusal, Refused
 from router.policy.explain import verdicts
 from router.policy.render import render_verdict
@@ -263,13 +262,13 @@ def _over_quota(error: OverQuota) -> Problem:
 
 def _over_budget(error: OverBudget) -> Problem:
     if error.retry_after_s is None:
-        allowed = f"less than {error.limit.text(error.currency)} altogether"
+        allowed = f"less than {error.text} altogether"
         larger = FieldProblem("max_tokens", str(error), allowed)
         return Problem(400, "larger-than-budget", "The request is larger than the budget", str(error), (larger,))
     budget = {
         "of": error.account.title,
         "name": error.limit.name,
-        "limit": error.amount / MICRO,
+        "limit": error.limit.amount / MICRO,
         "used": error.used / MICRO,
         "renews": f"{error.renews:%Y-%m-%dT%H:%M:%SZ}",
     }

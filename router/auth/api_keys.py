@@ -1,39 +1,34 @@
-"""Callers' keys: made, kept as hashes in one file, looked up, revoked.
+"""Callers' keys and teams: their rights, quotas and budgets; made, kept as hashes in one file, revoked.
 
-A key has 256 random bits: it cannot be guessed, so one SHA-256 is enough. A running router reads the file again when it has
-changed.
+A key has 256 random bits: it cannot be guessed, so one SHA-256 is enough.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import hmac
-import logging
 import os
 import secrets
 import tempfile
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from router.auth.budgets import Account, Budget
 from router.policy.decision import Priority  # noqa: TC001  pydantic reads it
 from router.policy.profiles import first_fault
 from tiers.spec import TierName  # noqa: TC001  pydantic reads it
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
-
-log = logging.getLogger(f"qarr.{__name__}")
 PREFIX = "qarr-"
-RELOAD_S = 1.0  # a change of the file takes effect within this time
+MICRO = 1_000_000  # amounts of budgets are millionths of an engine-second and of the currency
+Span = Literal["day", "month"]
+Unit = Literal["engine_us", "money_u"]
 
 
 class KeysError(Exception):
@@ -67,29 +62,40 @@ class BeyondKey(Exception):
         self.field, self.asked, self.allowed = field, asked, allowed
 
 
-@dataclass(frozen=True, slots=True)
-class Quota:
+class Quota(NamedTuple):
     """What a key may use; None: unlimited."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrent_requests: int | None = None
 
-    @property
-    def unlimited(self) -> bool:
-        return self == _UNLIMITED
+
+class Limit(NamedTuple):
+    """One budget: so many millionths of a unit in each day or month."""
+
+    span: Span
+    unit: Unit
+    amount: int
 
     @property
-    def limits(self) -> dict[Literal["requests", "tokens", "concurrent"], int | None]:
-        """Return the limits by the names that errors and headers use."""
-        return {
-            "requests": self.requests_per_minute,
-            "tokens": self.tokens_per_minute,
-            "concurrent": self.concurrent_requests,
-        }
+    def name(self) -> str:
+        return f"{'engine_seconds' if self.unit == 'engine_us' else 'money'}_per_{self.span}"
+
+    def text(self, currency: str) -> str:
+        return f"{shown(self.amount)} {'engine-seconds' if self.unit == 'engine_us' else currency} a {self.span}"
 
 
-_UNLIMITED = Quota()
+class Account(NamedTuple):
+    """What has budgets: a key, or a team whose keys share them.
+
+    Attributes:
+        id: ``key:`` and the key's id, or ``team:`` and the team's name.
+        title: For its callers.
+    """
+
+    id: str
+    title: str
+    limits: tuple[Limit, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +119,7 @@ class Caller:
     tiers: frozenset[TierName] | None = None
     over: Literal["clamp", "refuse"] = "clamp"
     max_priority: Priority = "interactive"
-    quota: Quota = _UNLIMITED
+    quota: Quota | None = None
     admin: bool = False
     team: str = ""
     accounts: tuple[Account, ...] = ()
@@ -134,6 +140,31 @@ class Caller:
 ANONYMOUS = Caller("", "anonymous", overflow=True)
 
 
+def shown(amount: int) -> str:
+    """Return millionths as text, in whole units."""
+    return f"{amount / MICRO:.6f}".rstrip("0").rstrip(".")
+
+
+class Budget(BaseModel):
+    """The budgets of a key or team by UTC day and month, as the key file has them; None: no limit."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    engine_seconds_per_day: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
+    engine_seconds_per_month: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
+    money_per_day: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
+    money_per_month: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
+
+    def limits(self) -> tuple[Limit, ...]:
+        given: tuple[tuple[Span, Unit, float | None], ...] = (
+            ("day", "engine_us", self.engine_seconds_per_day),
+            ("day", "money_u", self.money_per_day),
+            ("month", "engine_us", self.engine_seconds_per_month),
+            ("month", "money_u", self.money_per_month),
+        )
+        return tuple(Limit(span, unit, round(amount * MICRO)) for span, unit, amount in given if amount is not None)
+
+
 TeamName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
@@ -142,10 +173,10 @@ class TeamRecord(Budget):
 
     name: TeamName
 
-    def account(self) -> Account | None:
-        """Return what its keys' requests count against; None: it has no budget."""
-        limits = self.limits()
-        return Account(f"team:{self.name}", f"team {self.name}", limits) if limits else None
+    @property
+    def account(self) -> Account:
+        """What its keys' requests count against."""
+        return Account(f"team:{self.name}", f"team {self.name}", self.limits())
 
 
 class KeyRecord(Budget):
@@ -175,25 +206,21 @@ class KeyRecord(Budget):
             raise ValueError("a key needs at least one tier")
         return tiers
 
-    def account(self) -> Account | None:
-        """Return what its requests count against; None: it has no budget of its own."""
-        limits = self.limits()
-        return Account(f"key:{self.id}", "this key", limits) if limits else None
-
     def caller(self, teams: Mapping[str, TeamRecord]) -> Caller:
         quota = Quota(self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
-        tiers = None if self.tiers is None else frozenset(self.tiers)
-        shared = teams[self.team].account() if self.team is not None and self.team in teams else None
+        accounts = [Account(f"key:{self.id}", "this key", self.limits())]
+        if self.team is not None and self.team in teams:
+            accounts.append(teams[self.team].account)
         return Caller(
             self.id,
             self.name,
-            tiers,
+            None if self.tiers is None else frozenset(self.tiers),
             self.over,
             self.max_priority,
-            quota,
+            None if quota == Quota() else quota,
             self.admin,
             team=self.team or "",
-            accounts=tuple(account for account in (self.account(), shared) if account is not None),
+            accounts=tuple(account for account in accounts if account.limits),
             over_budget=self.over_budget,
             expires=self.expires,
             overflow=bool(self.overflow),
@@ -203,119 +230,23 @@ class KeyRecord(Budget):
 class KeyFile(BaseModel):
     """The key file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid")
 
     version: Literal[1] = 1
     keys: tuple[KeyRecord, ...] = ()
     teams: tuple[TeamRecord, ...] | None = None  # None is not written: routers of older releases read the file
 
-    def callers(self) -> list[tuple[str, Caller]]:
-        """Return the hashes of the keys in force, and their callers."""
-        teams = self.by_name
-        return [(key.sha256, key.caller(teams)) for key in self.keys if key.revoked is None]
-
     @property
     def by_name(self) -> dict[str, TeamRecord]:
         return {team.name: team for team in self.teams or ()}
 
+    def callers(self) -> dict[str, Caller]:
+        """Return the callers of the keys in force, by the keys' hashes."""
+        teams = self.by_name
+        return {key.sha256: key.caller(teams) for key in self.keys if key.revoked is None}
 
-class KeyStore:
-    """The keys of one file. Requests need a key as soon as the file exists, even when all its keys are revoked.
 
-    Attributes:
-        teams: Those of the file, by name.
-    """
-
-    def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
-        """Read the file; keys expire by the clock ``now``, in seconds since 1970.
-
-        Raises:
-            KeysError: It exists and cannot be used.
-        """
-        self.path, self._now = path, now
-        self._callers: dict[str, tuple[str, Caller]] = {}
-        self.teams: Mapping[str, TeamRecord] = {}
-        self._seen: tuple[int, int, int] | None = None
-        self._next_look = 0.0
-        self._load()
-
-    def take(self, other: KeyStore) -> None:
-        """Take the file and the keys of another store."""
-        self.path, self._callers, self.teams, self._seen = other.path, other._callers, other.teams, other._seen
-        self._next_look = 0.0
-
-    @property
-    def callers(self) -> list[Caller]:
-        """Return the callers of all keys in force, in the file's order."""
-        self._refresh()
-        return [caller for _, caller in self._callers.values()]
-
-    @property
-    def required(self) -> bool:
-        self._refresh()
-        return self._seen is not None
-
-    @property
-    def notes(self) -> list[str]:
-        """Return what an operator should know of who gets in."""
-        return []
-
-    @property
-    def ready(self) -> bool:
-        return True
-
-    def find(self, key: str) -> Caller:
-        """Return a key's caller.
-
-        The time that it takes tells nothing about the keys: only hashes are looked up, which a sender cannot choose, and
-        the last step compares in constant time.
-
-        Raises:
-            Unauthorized: The key is not known, was revoked, or has expired.
-        """
-        self._refresh()
-        digest = hash_key(key)
-        known, caller = self._callers.get(digest, ("", ANONYMOUS))
-        if not hmac.compare_digest(known, digest):
-            raise Unauthorized("the key is not known here, or was revoked")
-        if caller.expires is not None and self._now() >= caller.expires.timestamp():
-            raise KeyExpired(caller.expires)
-        return caller
-
-    async def renew(self) -> None:
-        """Learn what is new of whoever signs tokens; a file of keys has none."""
-
-    def holds(self, caller: Caller) -> bool:
-        """Tell whether a caller still has access, with the same rights."""
-        if not self.required:
-            return caller == ANONYMOUS
-        if caller.expires is not None and self._now() >= caller.expires.timestamp():
-            return False
-        return any(known == caller for _, known in self._callers.values())
-
-    def _refresh(self) -> None:
-        now = time.monotonic()
-        if now < self._next_look:
-            return
-        self._next_look = now + RELOAD_S
-        try:
-            if _state_of(self.path) == self._seen:
-                return
-            self._load()
-        except KeysError as error:
-            log.error("%s; the keys read before stay in force", error)  # noqa: TRY400  the text says enough
-            return
-        log.info("keys read again from %s: %d in force", self.path, len(self._callers))
-
-    def _load(self) -> None:
-        state = _state_of(self.path)
-        if state is None and self._seen is not None:
-            raise KeysError(f"the key file {self.path} is gone")
-        if state is not None:
-            file = read_key_file(self.path)
-            self._callers = {digest: (digest, caller) for digest, caller in file.callers()}
-            self.teams = file.by_name
-        self._seen = state
+Record = TypeVar("Record", KeyRecord, TeamRecord)
 
 
 def hash_key(key: str) -> str:
@@ -354,17 +285,13 @@ def add_key(path: Path, name: str, **rights: object) -> tuple[str, KeyRecord]:
     """
     key = PREFIX + secrets.token_urlsafe(32)
     fields = {"id": secrets.token_hex(4), "name": name, "sha256": hash_key(key), "created": datetime.now(UTC)}
-    try:
-        record = KeyRecord.model_validate({**fields, **rights})
-    except ValidationError as error:
-        raise KeysError(f"{first_fault(error)} (got {error.errors()[0]['input']!r})") from None
-    with _locked(path):
-        file = read_key_file(path)
+    record = _valid(KeyRecord, {**fields, **rights})
+    with _changing(path) as file:
         if any(k.name == name and k.revoked is None for k in file.keys):
             raise KeysError(f"there is a key named {name!r} already: revoke it first, or take another name")
-        if record.team is not None and record.team not in {team.name for team in file.teams or ()}:
+        if record.team is not None and record.team not in file.by_name:
             raise KeysError(f"there is no team {record.team!r}: make it with 'qarr keys team {record.team}'")
-        _write(path, file.model_copy(update={"keys": (*file.keys, record)}))
+        file.keys += (record,)
     return key, record
 
 
@@ -374,14 +301,9 @@ def set_team(path: Path, name: str, **budget: float | None) -> TeamRecord:
     Raises:
         KeysError: A budget or the name is not valid, or the file cannot be used.
     """
-    try:
-        team = TeamRecord.model_validate({"name": name, **budget})
-    except ValidationError as error:
-        raise KeysError(f"{first_fault(error)} (got {error.errors()[0]['input']!r})") from None
-    with _locked(path):
-        file = read_key_file(path)
-        others = tuple(each for each in file.teams or () if each.name != name)
-        _write(path, file.model_copy(update={"teams": (*others, team)}))
+    team = _valid(TeamRecord, {"name": name, **budget})
+    with _changing(path) as file:
+        file.teams = (*(each for each in file.teams or () if each.name != name), team)
     return team
 
 
@@ -391,39 +313,33 @@ def revoke_key(path: Path, id_or_name: str) -> KeyRecord:
     Raises:
         KeysError: There is no such key in force.
     """
-    with _locked(path):
-        file = read_key_file(path)
+    with _changing(path) as file:
         found = [k for k in file.keys if k.revoked is None and id_or_name in {k.id, k.name}]
         if not found:
             raise KeysError(f"there is no key in force with the id or name {id_or_name!r}: 'qarr keys list' shows all")
         gone = found[0].model_copy(update={"revoked": datetime.now(UTC)})
-        _write(path, file.model_copy(update={"keys": tuple(gone if k.id == gone.id else k for k in file.keys)}))
+        file.keys = tuple(gone if k.id == gone.id else k for k in file.keys)
     return gone
 
 
+def _valid(kind: type[Record], fields: dict[str, object]) -> Record:
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise KeysError(f"{first_fault(error)} (got {error.errors()[0]['input']!r})") from None
+
+
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _changing(path: Path) -> Iterator[KeyFile]:
+    """Replace the file atomically by what it is made: a reader sees the old one or the new one, its owner alone."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with path.with_name(path.name + ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _write(path: Path, keys: KeyFile) -> None:
-    """Replace the file atomically: a reader sees the old one or the new one. Only its owner may read it."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "w") as file:
-        file.write(keys.model_dump_json(indent=2, exclude_none=True))
-        file.flush()
-        os.fsync(file.fileno())
-    Path(name).replace(path)
-
-
-def _state_of(path: Path) -> tuple[int, int, int] | None:
-    try:
-        stat = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:  # a file that cannot be looked at may hold keys: requests must not pass without one
-        raise KeysError(f"the key file {path} cannot be read: {error.strerror}") from error
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+        keys = read_key_file(path)
+        yield keys
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(handle, "w") as file:
+            file.write(keys.model_dump_json(indent=2, exclude_none=True))
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)

@@ -14,7 +14,6 @@ import logging
 import re
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -24,25 +23,15 @@ import httpx
 import jwt
 from pydantic import ValidationError
 
-from router.auth.api_keys import (
-    Caller,
-    IssuerAway,
-    KeyRecord,
-    KeysError,
-    KeyStore,
-    TeamRecord,
-    Unauthorized,
-    UnknownSigner,
-)
+from router.auth.api_keys import Caller, IssuerAway, KeyRecord, KeysError, TeamRecord, Unauthorized, UnknownSigner
 from router.policy.profiles import first_fault
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from router.settings import JwtSettings, Settings
+    from router.settings import JwtSettings
 
 log = logging.getLogger(f"qarr.{__name__}")
-LOOK_S = 1.0  # between two looks at whether the keys must be read again
 AGAIN_S = 10.0  # least time between two fetches
 FETCH_S = 5.0  # for which a fetch may take, and requests wait for it
 REFRESH_S = 300.0  # between two fetches
@@ -61,22 +50,14 @@ SAID = {
     jwt.InvalidIssuerError: "the token is from another issuer",
     jwt.InvalidSignatureError: "the token's signature is not valid",
 }
+Signer = tuple[jwt.PyJWK, str | None]  # a public key of the issuer, and the algorithm that it is for; None: any
 
 
-@dataclass(frozen=True, slots=True)
-class Signer:
-    """A public key of the issuer.
-
-    Attributes:
-        published: As the issuer publishes it.
-    """
-
-    key: jwt.PyJWK
-    published: Mapping[str, Any]
-
-
-class IssuerError(Exception):
+class IssuerError(KeysError):
     """The issuer's keys cannot be read."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"jwt.jwks: {text}")
 
 
 class Tokens:
@@ -92,19 +73,16 @@ class Tokens:
     def __init__(self, settings: JwtSettings, now: Callable[[], float] = time.monotonic) -> None:
         self.settings, self._now = settings, now
         self._url = settings.jwks if "://" in settings.jwks else None
+        self._document = b""
         self._signers: dict[str | None, Signer] = {}
         self._read_at: float | None = None  # when the keys were last read, by the monotonic clock
         self._tried_at: float | None = None
-        self._changed: tuple[int, int] | None = None
         self.fault = ""
         self._fetching: asyncio.Task[None] | None = None
         self._known: dict[bytes, tuple[float, Caller]] = {}  # when it expires, by a token's hash
         self._teams = NO_TEAMS
         if self._url is None:
-            try:
-                self._read_file()
-            except IssuerError as error:
-                raise KeysError(f"jwt.jwks: {error}") from None
+            self._take(self._read_file())
 
     def find(self, token: str, teams: Mapping[str, TeamRecord] = NO_TEAMS) -> Caller:
         """Return a token's caller.
@@ -114,7 +92,8 @@ class Tokens:
             UnknownSigner: Its key is not known.
         """
         digest, now = hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest(), time.time()
-        self._check_age()
+        if not self.in_force:
+            raise IssuerAway("the keys of the tokens' issuer cannot be read now: ask again")
         if teams is not self._teams:
             self._known.clear()
             self._teams = teams
@@ -162,60 +141,50 @@ class Tokens:
     async def _read(self) -> None:
         try:
             if self._url is None:
-                await asyncio.to_thread(self._read_file)
+                self._take(await asyncio.to_thread(self._read_file))
             else:
                 async with asyncio.timeout(FETCH_S):
                     self._take(await fetch(self._url))
         except (IssuerError, TimeoutError) as error:
-            text = str(error) or f"{self._url} does not answer within {FETCH_S:g} s"
+            text = str(error) or f"jwt.jwks: {self._url} does not answer within {FETCH_S:g} s"
             if text != self.fault:
-                log.warning("jwt.jwks: %s; the keys read before stay in force for a day", text)
+                log.warning("%s; the keys read before stay in force for a day", text)
             self.fault = text
         else:
             if self.fault:
                 log.info("jwt.jwks: the issuer's keys are read again")
             self.fault = ""
 
-    def _read_file(self) -> None:
-        path = Path(self.settings.jwks)
+    def _read_file(self) -> bytes:
         try:
-            stat = path.stat()
-            if self._changed != (stat.st_mtime_ns, stat.st_size):
-                self._take(path.read_bytes())
-                self._changed = (stat.st_mtime_ns, stat.st_size)
+            return Path(self.settings.jwks).read_bytes()
         except OSError as error:
-            raise IssuerError(f"{path} cannot be read ({error.strerror})") from None
-        self._read_at = self._now()
+            raise IssuerError(f"{self.settings.jwks} cannot be read ({error.strerror})") from None
 
     def _take(self, document: bytes) -> None:
         """Take the keys; forget what was checked with others."""
-        signers = parse(document, self.settings.jwks)
-        if {s: one.published for s, one in signers.items()} != {s: one.published for s, one in self._signers.items()}:
+        if document != self._document:
+            self._signers, self._document = parse(document, self.settings.jwks), document
             self._known.clear()
-            self._signers = signers
-            log.info("jwt.jwks: %d keys of the issuer are in force", len(signers))
+            log.info("jwt.jwks: %d keys of the issuer are in force", len(self._signers))
         self._read_at = self._now()
 
     @property
     def in_force(self) -> bool:
-        """Tell whether tokens can be checked: the issuer's keys were read, within a day if it does not answer."""
+        """Whether tokens can be checked: the issuer's keys were read, within a day if it does not answer."""
         return self._read_at is not None and self._now() - self._read_at <= KEEP_S
-
-    def _check_age(self) -> None:
-        if not self.in_force:
-            raise IssuerAway("the keys of the tokens' issuer cannot be read now: ask again")
 
     def _claims(self, token: str) -> Mapping[str, Any]:
         settings = self.settings
         try:
             header = jwt.get_unverified_header(token)
-            algorithm, signer = header.get("alg"), self._signer(header.get("kid"))
-            if algorithm not in settings.algorithms or signer.published.get("alg", algorithm) != algorithm:
+            algorithm, (signer, only) = header.get("alg"), self._signer(header.get("kid"))
+            if algorithm not in settings.algorithms or only not in {None, algorithm}:
                 raise Unauthorized(
                     f"the token's algorithm is not allowed; allowed are {', '.join(settings.algorithms)}"
                 )
             claims: dict[str, Any] = jwt.decode(
-                token, signer.key.key, algorithms=[algorithm],
+                token, signer.key, algorithms=[algorithm],
                 audience=settings.audience, issuer=settings.issuer, leeway=LEEWAY_S,
                 options={"require": ["exp", "iss", "aud", settings.claims.name]},
             )  # fmt: skip
@@ -271,7 +240,7 @@ def parse(document: bytes, source: str) -> dict[str | None, Signer]:
         for published in json.loads(document)["keys"]:
             if published.get("kty") != "oct" and published.get("use", "sig") == "sig":
                 with suppress(jwt.PyJWTError):  # of a kind that is not known here
-                    found[published.get("kid")] = Signer(jwt.PyJWK.from_dict(published), published)
+                    found[published.get("kid")] = jwt.PyJWK.from_dict(published), published.get("alg")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise IssuerError(f"{source} is not a JWKS ({type(error).__name__})") from None
     if not found:
@@ -300,70 +269,3 @@ async def fetch(url: str) -> bytes:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise IssuerError(f"{url} does not answer ({type(error).__name__})") from None
     return data
-
-
-class Access(KeyStore):
-    """The keys of a file, and the tokens of an issuer: either lets a caller in.
-
-    Attributes:
-        tokens: None: there is no issuer.
-    """
-
-    def __init__(self, path: Path, tokens: Tokens | None) -> None:
-        super().__init__(path)
-        self.tokens = tokens
-
-    @property
-    def required(self) -> bool:
-        """See ``KeyStore``; with an issuer, always."""
-        return self.tokens is not None or super().required
-
-    def find(self, key: str) -> Caller:
-        self._refresh()
-        if self.tokens is not None and key.count(".") == 2 and len(key) <= MOST_TOKEN_CHARS:  # noqa: PLR2004
-            return self.tokens.find(key, self.teams)
-        return super().find(key)
-
-    @property
-    def notes(self) -> list[str]:
-        away = self.tokens is not None and (self.tokens.fault or not self.tokens.in_force)
-        return ["the keys of the tokens' issuer (jwt.jwks) cannot be read"] if away else []
-
-    @property
-    def ready(self) -> bool:
-        return self.tokens is None or self.tokens.in_force
-
-    def holds(self, caller: Caller) -> bool:
-        return (self.tokens is not None and self.tokens.holds(caller)) or super().holds(caller)
-
-    def take(self, other: KeyStore) -> None:
-        """See ``KeyStore``. The same issuer's keys stay as they are."""
-        super().take(other)
-        tokens = other.tokens if isinstance(other, Access) else None
-        if tokens is None or self.tokens is None or tokens.settings != self.tokens.settings:
-            self.tokens = tokens
-
-    async def renew(self) -> None:
-        """Learn new keys of the issuer; see ``Tokens.renew``."""
-        if self.tokens is not None:
-            await self.tokens.renew()
-
-    async def run(self) -> None:
-        """Keep the issuer's keys up to date, until cancelled."""
-        try:
-            while True:
-                if self.tokens is not None:
-                    self.tokens.look()
-                await asyncio.sleep(LOOK_S)
-        finally:
-            if self.tokens is not None:
-                await self.tokens.aclose()
-
-
-def open_access(settings: Settings) -> Access:
-    """Return who may use the router.
-
-    Raises:
-        KeysError: The key file, or a file of the issuer's keys, cannot be used.
-    """
-    return Access(settings.auth.keys_file, Tokens(settings.jwt) if settings.jwt.issuer else None)

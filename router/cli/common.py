@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -11,6 +13,8 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.table import Table
 
     from router.settings import Settings
@@ -29,6 +33,29 @@ CalibrationOption = Annotated[
     typer.Option("--calibration", help='Your own prompts for AWQ: JSON lines with a "text" field.', metavar="FILE"),
 ]
 SHORTEST_ID = 6  # characters of a trace or request id that find it
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command with an option for each argument of its parameters ``options`` and ``router``, which it makes."""
+    shown: list[Parameter] = []
+    groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
+    for each in signature(command, eval_str=True).parameters.values():
+        if each.name in {"options", "router"}:
+            parts = signature(each.annotation, eval_str=True).parameters
+            groups[each.name] = each.annotation, list(parts)
+            shown += parts.values()
+        else:
+            shown.append(each)
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        made = {name: make(**{part: given.pop(part) for part in parts}) for name, (make, parts) in groups.items()}
+        command(**made, **given)
+
+    expanded = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in shown]
+    run.__signature__ = Signature(expanded)  # type: ignore[attr-defined]  # typer reads it
+    run.__annotations__ = {}
+    return run
 
 
 def fail(text: str) -> NoReturn:
@@ -54,6 +81,18 @@ def tier_settings(settings: Settings) -> list[Any]:
 def clock(started: float) -> str:
     """Return the time since a command began (monotonic seconds), for the head of a line."""
     return f"{time.monotonic() - started:6.1f} s"
+
+
+class Progress:
+    """Says lines on standard error, with the seconds since its start; a repeated line is left out."""
+
+    def __init__(self) -> None:
+        self._started, self._last = time.monotonic(), ""
+
+    def __call__(self, line: str) -> None:
+        if line != self._last:
+            err.print(f"{clock(self._started)} {plain(line)}")
+            self._last = line
 
 
 def plain(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 from rich.table import Table
 
 from router.auth.api_keys import KeysError, add_key, read_keys, revoke_key, set_team
-from router.cli.common import ConfigOption, check_tier, err, plain, print_table
+from router.cli.common import ConfigOption, check_tier, err, plain, print_table, with_options
 from router.cli.usage import keys_usage
 from router.settings import load_settings
 from tiers.spec import TierName
@@ -23,72 +24,86 @@ _DURATION = re.compile(r"([1-9]\d{0,5})([dh])")
 _SPANS = {"d": "days", "h": "hours"}
 keys_app = typer.Typer(help="Make, list and revoke the keys that requests carry.", no_args_is_help=True)
 keys_app.command("usage")(keys_usage)
-AmountOption = Annotated[
-    float | None, typer.Option(metavar="AMOUNT", help="Budget of a UTC day or month; by default none.")
-]
-OverBudgetOption = Annotated[
-    str,
-    typer.Option(help="What happens over budget: refuse, or cheapest: up to twice the budget on the cheapest tier."),
-]
-ExpiresOption = Annotated[
-    str | None, typer.Option(metavar="DATE|DURATION", help="Valid until: 2027-01-31 (its end, UTC), or 30d, 12h.")
-]
-TeamOption = Annotated[str | None, typer.Option(metavar="NAME", help="Whose budgets it shares: see 'qarr keys team'.")]
 LimitOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="By default no limit.")]
 
 
-@keys_app.command("add")
-def keys_add(
-    name: Annotated[str, typer.Argument(help="Whose key it is, for people and logs.")],
-    tier: Annotated[
+def _amount(name: str) -> Any:
+    return typer.Option(name, metavar="AMOUNT", help="Budget of a UTC day or month; by default none.")
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetOptions:
+    """Budgets, as the key file names them."""
+
+    engine_seconds_per_day: Annotated[float | None, _amount("--engine-seconds-day")] = None
+    engine_seconds_per_month: Annotated[float | None, _amount("--engine-seconds-month")] = None
+    money_per_day: Annotated[float | None, _amount("--money-day")] = None
+    money_per_month: Annotated[float | None, _amount("--money-month")] = None
+
+    def check(self, settings: Settings) -> None:
+        if settings.budgets.replica_hour is None and (self.money_per_day, self.money_per_month) != (None, None):
+            raise KeysError(
+                "a budget of money needs a price: set budgets.replica_hour, the price of an hour of one replica"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RightsOptions(BudgetOptions):
+    """Rights of a key, as the key file names them."""
+
+    tiers: Annotated[
         list[TierName] | None,
         typer.Option(
-            help="A tier that may serve it (repeat for more); by default all.", parser=TierName, metavar="TIER"
+            "--tier",
+            help="A tier that may serve it (repeat for more); by default all.",
+            parser=TierName,
+            metavar="TIER",
         ),
-    ] = None,
+    ] = None
     over: Annotated[
         str,
         typer.Option(help="What happens to a hint or priority beyond the key: lowered (clamp) or refused (refuse)."),
-    ] = "clamp",
-    max_priority: Annotated[str, typer.Option(help="interactive, standard or batch.")] = "interactive",
-    requests_per_minute: LimitOption = None,
-    tokens_per_minute: LimitOption = None,
-    concurrent_requests: LimitOption = None,
+    ] = "clamp"
+    max_priority: Annotated[str, typer.Option(help="interactive, standard or batch.")] = "interactive"
+    requests_per_minute: LimitOption = None
+    tokens_per_minute: LimitOption = None
+    concurrent_requests: LimitOption = None
     admin: Annotated[
         bool, typer.Option("--admin", help="Allow it to operate on replicas and to see everybody's requests.")
-    ] = False,
-    engine_seconds_day: AmountOption = None,
-    engine_seconds_month: AmountOption = None,
-    money_day: AmountOption = None,
-    money_month: AmountOption = None,
-    over_budget: OverBudgetOption = "refuse",
-    expires: ExpiresOption = None,
-    team: TeamOption = None,
+    ] = False
+    over_budget: Annotated[
+        str,
+        typer.Option(
+            help="What happens over budget: refuse, or cheapest: up to twice the budget on the cheapest tier."
+        ),
+    ] = "refuse"
+    expires: Annotated[
+        str | None, typer.Option(metavar="DATE|DURATION", help="Valid until: 2027-01-31 (its end, UTC), or 30d, 12h.")
+    ] = None
+    team: Annotated[str | None, typer.Option(metavar="NAME", help="Whose budgets it shares: see 'qarr keys team'.")] = (
+        None
+    )
     overflow: Annotated[
         bool, typer.Option("--overflow", help="Allow its prompts to leave for overflow.url when every tier is full.")
-    ] = False,
+    ] = False
+
+
+@keys_app.command("add")
+@with_options
+def keys_add(
+    name: Annotated[str, typer.Argument(help="Whose key it is, for people and logs.")],
+    options: RightsOptions,
     config: ConfigOption = None,
 ) -> None:
     """Make a key and print it. It is shown only this once: the file has its hash, not the key."""
     settings = load_settings(config)
     path = settings.auth.keys_file
-    for each in tier or ():
-        check_tier(each, settings)
-    rights: dict[str, Any] = {
-        "over": over,
-        "max_priority": max_priority,
-        "requests_per_minute": requests_per_minute,
-        "tokens_per_minute": tokens_per_minute,
-        "concurrent_requests": concurrent_requests,
-        "admin": admin,
-        "over_budget": over_budget,
-        "expires": None if expires is None else expiry(expires, datetime.now(UTC)),
-        "team": team,
-        "overflow": overflow or None,
-        **_budget(settings, engine_seconds_day, engine_seconds_month, money_day, money_month),
-    }
-    if tier:
-        rights["tiers"] = tuple(tier)
+    for tier in options.tiers or ():
+        check_tier(tier, settings)
+    options.check(settings)
+    rights = asdict(options) | {"tiers": options.tiers or None, "overflow": options.overflow or None}
+    if options.expires is not None:
+        rights["expires"] = expiry(options.expires, datetime.now(UTC))
     first = not path.exists()
     key, record = add_key(path, name, **rights)
     typer.echo(key)
@@ -118,12 +133,10 @@ def keys_list(
 
 
 @keys_app.command("team")
+@with_options
 def keys_team(
     name: Annotated[str, typer.Argument(help="Of the team.")],
-    engine_seconds_day: AmountOption = None,
-    engine_seconds_month: AmountOption = None,
-    money_day: AmountOption = None,
-    money_month: AmountOption = None,
+    options: BudgetOptions,
     config: ConfigOption = None,
 ) -> None:
     """Make a team, or replace its budgets, which its keys share. Running routers follow within a second."""
@@ -131,7 +144,8 @@ def keys_team(
     path = settings.auth.keys_file
     if not path.exists():
         raise KeysError(f"there is no key file {path}: make a key first with 'qarr keys add NAME'")
-    team = set_team(path, name, **_budget(settings, engine_seconds_day, engine_seconds_month, money_day, money_month))
+    options.check(settings)
+    team = set_team(path, name, **asdict(options))
     budgets = ", ".join(limit.text(settings.budgets.currency) for limit in team.limits())
     typer.echo(f"team {name}: {budgets or 'no budget'}")
 
@@ -165,25 +179,6 @@ def expiry(text: str, now: datetime) -> datetime:
             f"--expires {text[:40]}: a day to come as in 2027-01-31, or a duration as in 30d or 12h, is needed"
         )
     return ends
-
-
-def _budget(
-    settings: Settings,
-    engine_seconds_day: float | None,
-    engine_seconds_month: float | None,
-    money_day: float | None,
-    money_month: float | None,
-) -> dict[str, float | None]:
-    if settings.budgets.replica_hour is None and (money_day, money_month) != (None, None):
-        raise KeysError(
-            "a budget of money needs a price: set budgets.replica_hour, the price of an hour of one replica"
-        )
-    return {
-        "engine_seconds_per_day": engine_seconds_day,
-        "engine_seconds_per_month": engine_seconds_month,
-        "money_per_day": money_day,
-        "money_per_month": money_month,
-    }
 
 
 def _row(key: KeyRecord) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,14 +12,13 @@ import typer
 from rich.table import Table
 
 from router.cli.client import UrlOption, find_router
-from router.cli.common import ConfigOption, clock, err, plain, print_table
+from router.cli.common import ConfigOption, Progress, print_table
 from router.policy.profiles import REFERENCE, ProfileError, load_latency
-from router.profiling.client import connect
+from router.profiling.client import RouterClient
 from router.profiling.lm_eval import CLASSES, import_runs, read_classes
 from router.profiling.measure_latency import LatencyPlan, measure_latency
 from router.profiling.measure_quality import Plan, measure
 from router.profiling.profile_files import JOURNAL, keep_latency, keep_quality, only_one
-from router.profiling.run_code import passes
 from router.profiling.tasks import SUITE, TASKS, read_tasks
 from router.settings import load_settings
 from tiers.spec import TierName
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from router.policy.profiles import Fit, LatencyProfile, QualityProfile
-    from router.profiling.client import FleetState, RouterClient
+    from router.profiling.client import FleetState
 
 profile_app = typer.Typer(help="Measure the loss and the speed of a running fleet's tiers.", no_args_is_help=True)
 
@@ -61,17 +59,19 @@ def profile_quality(
     It waits while there are other requests, and continues where it stopped. If the router needs a key, set QARR_KEY.
     """
     folder = load_settings(config).policy.profiles
-    log = _Log()
+    log = Progress()
     plan = Plan(
         tasks=read_tasks(tasks),
         name=SUITE if tasks == TASKS else tasks.name,
         journal=folder / JOURNAL,
         parallel=parallel,
         adapter=adapter,
-        runs=passes if run_code else None,
+        run_code=run_code,
     )
     if run_code:
         log("code that the model writes is run in a sandbox: no network, no files, 2 s and 512 MiB each")
+    elif left_out := sum(task.check.needs_run for task in plan.tasks):
+        log(f"{left_out} tasks are left out: they run code that the model writes, for which --run-code is needed")
 
     async def measured() -> QualityProfile:
         async with _connected(url, config) as client:
@@ -105,7 +105,7 @@ def profile_import(
     docs/lm-eval.md has the harness's commands. If the router needs a key, set QARR_KEY.
     """
     folder = load_settings(config).policy.profiles
-    log = _Log()
+    log = Progress()
     known = {**(read_classes(classes) if classes else {}), **read_classes(CLASSES)}
     runs = [_tier_and_folder(text) for text in lm_eval]
 
@@ -141,7 +141,7 @@ def profile_latency(
     QARR_KEY.
     """
     folder = load_settings(config).policy.profiles
-    log = _Log()
+    log = Progress()
     plan = LatencyPlan(step_s=step, tiers=tuple(tier or ()))
 
     async def measured() -> LatencyProfile:
@@ -166,23 +166,11 @@ def _tier_and_folder(text: str) -> tuple[TierName | None, Path]:
         raise typer.BadParameter(f"{tier!r} is no tier's name", param_hint="--lm-eval") from None
 
 
-class _Log:
-    """Progress on standard error, with the seconds since the start; repeated lines are left out."""
-
-    def __init__(self) -> None:
-        self._started, self._last = time.monotonic(), ""
-
-    def __call__(self, line: str) -> None:
-        if line != self._last:
-            err.print(f"{clock(self._started)} {plain(line)}")
-            self._last = line
-
-
 @asynccontextmanager
 async def _connected(url: str, config: Path | None) -> AsyncIterator[RouterClient]:
     """Open a client of a router that does not measure itself at the moment."""
     url, verify = find_router(url, config)
-    async with connect(url, os.environ.get("QARR_KEY", ""), verify=verify) as client:
+    async with RouterClient(url, os.environ.get("QARR_KEY", ""), verify=verify) as client:
         measuring = (await client.fleet()).measuring
         if measuring is not None:
             raise ProfileError(

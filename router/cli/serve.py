@@ -40,7 +40,7 @@ from tiers.spec import PRECISIONS, ReplicaStatus
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from router.auth.api_keys import KeyStore
+    from router.auth.access import KeyStore
     from router.deployment.layout import Deployment
     from tiers.fleet import Fleet
     from tiers.plan import Plan
@@ -181,16 +181,16 @@ def _run(
         logging.say(lambda: err.print(line))  # in its thread: a stopped terminal must not block the router
 
     def changed(replica: Replica) -> None:
-        detail = f": {replica.detail}" if replica.detail else ""
-        say(f"{replica.id:12} {replica.state.value}{plain(detail)}")
+        detail = f": {replica.state.detail}" if replica.state.detail else ""
+        say(f"{replica.id:12} {replica.state.status.value}{plain(detail)}")
 
     def serving(fleet: Fleet) -> None:
-        ready = " and ".join(t.spec.name for t in fleet.snapshot().tiers if t.state is ReplicaStatus.READY)
+        ready = " and ".join(t.spec.name for t in fleet.snapshot().tiers if t.status is ReplicaStatus.READY)
         say(f"[bold green]serving[/] on {url} with {ready}; {_to_follow(fleet)}")
 
     def is_up(fleet: Fleet) -> None:
         lacking = {ReplicaStatus.FAILED, ReplicaStatus.WAITING}
-        failed = [tier.spec.name for tier in fleet.snapshot().tiers if tier.state in lacking]
+        failed = [tier.spec.name for tier in fleet.snapshot().tiers if tier.status in lacking]
         how = f"all tiers ready but {' and '.join(failed)}" if failed else "all tiers ready"
         say(f"[bold green]up[/]: listening on {url}, {how}. Ctrl-C stops.")
 

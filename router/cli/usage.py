@@ -14,12 +14,11 @@ import typer
 from pydantic_core import to_json
 from rich.table import Table
 
-from router.auth.api_keys import KeysError, read_key_file
-from router.auth.budget_ledger import RedisLedger, SqliteLedger
-from router.auth.database import Database
+from router.accounting.database import Database
+from router.accounting.ledgers import ledger_of
+from router.accounting.usage import Row, Use, day_of, read_usage, render_row, summed, used_budgets
+from router.auth.api_keys import MICRO, KeysError, read_key_file
 from router.cli.common import ConfigOption, print_table, printable
-from router.pipeline.usage import Row, Use, day_of, read_usage, render_row, summed, used_budgets
-from router.policy.charge import MICRO
 from router.redis_link import UNAVAILABLE, outage
 from router.settings import load_settings
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from router.auth.api_keys import KeyFile
-    from router.auth.budget_ledger import BudgetLedger
     from router.settings import Settings
 
 COLUMNS = tuple(render_row(Row("", "", "", ""), Use(), {}, priced=True))
@@ -67,10 +65,10 @@ def keys_usage(
 async def _read(
     settings: Settings, file: KeyFile, first: str, last: str
 ) -> tuple[list[dict[str, Any]], list[tuple[Row, Use]]]:
-    database, redis_url = Database(settings.budgets.file), settings.state.redis_url.get_secret_value()
-    ledger: BudgetLedger = RedisLedger(redis_url) if redis_url else SqliteLedger(database)
+    database = Database(settings.budgets.file)
+    ledger = ledger_of(settings, database)
     try:
-        budgets = await used_budgets(ledger, [caller for _, caller in file.callers()], time.time())
+        budgets = await used_budgets(ledger, list(file.callers().values()), time.time())
         return budgets, await database.change(partial(read_usage, first, last))
     finally:
         await ledger.aclose()

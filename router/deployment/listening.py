@@ -5,12 +5,12 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING
 
+from router.auth.access import open_access
 from router.auth.network import is_loopback
-from router.auth.tokens import open_access
 from router.server.http_protocol import allow_files, bound_unsent
 
 if TYPE_CHECKING:
-    from router.auth.api_keys import KeyStore
+    from router.auth.access import KeyStore
     from router.settings import Settings
 
 

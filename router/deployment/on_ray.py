@@ -181,7 +181,7 @@ class OnRay:
     @property
     def settled(self) -> bool:
         """Tell whether the router gives requests to every replica."""
-        ready = sum(replica.state is ReplicaStatus.READY for replica in self._fleet.replicas)
+        ready = sum(replica.state.status is ReplicaStatus.READY for replica in self._fleet.replicas)
         return self._engines is None or (self._engines.settled and ready >= self._count)
 
     def start(self) -> None:

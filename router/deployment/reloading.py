@@ -65,7 +65,7 @@ class Parts:
 
         async def commit() -> None:
             take()
-            self._fleet.take(fleet_options(own))
+            self._fleet.use(fleet_options(own))
             if urls != self._urls:
                 self._roster.name(Source.SETTINGS, urls)
             self._read, self._own = settings, own

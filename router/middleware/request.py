@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from router.api.asgi import CONTEXT, TRACKER, ForeignHost, ForeignPage, body_message, context_of, forget
 from router.api.paths import PAGE, error_form
 from router.api.problems import Draining, describe, is_known, response_to
-from router.auth.api_keys import ANONYMOUS, Caller, KeyStore, Unauthorized, UnknownSigner
+from router.auth.api_keys import ANONYMOUS, Caller, Unauthorized, UnknownSigner
 from router.lifecycle import ResponseTracker, ServerPhase
 from router.pipeline.request import RequestContext
 from router.server.client import CLIENT
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+    from router.auth.access import KeyStore
     from router.lifecycle import ServerState
     from router.server.client import HttpClient
     from router.telemetry.tracing import Telemetry

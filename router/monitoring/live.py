@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 
-    from router.auth.api_keys import Caller, KeyStore
+    from router.auth.access import KeyStore
+    from router.auth.api_keys import Caller
     from router.lifecycle import ServerState
     from router.pipeline.pipeline import Pipeline
     from router.pipeline.registry import ActiveRequest
@@ -218,7 +219,7 @@ class Live:
 
     def _count(self, elapsed_s: float) -> None:
         """Update the replicas' tokens per second; of an infinite time, as before the first count, the rates are 0."""
-        before, self._generated = self._generated, {r.id: r.generated for r in self._pipeline.fleet.replicas}
+        before, self._generated = self._generated, {r.id: r.work.generated for r in self._pipeline.fleet.replicas}
         self._rates = {id_: (n - before.get(id_, n)) / elapsed_s for id_, n in self._generated.items()}
 
 
@@ -305,8 +306,8 @@ class LiveEndpoints:
         seen = [record for record in kept if caller.sees(record.key_id)]
         if not seen:
             raise UnknownTrace(
-                "a router keeps the traces of as many of its own last requests as telemetry.recent_requests says, and of as "
-                "many that failed or missed their SLA: ask the router that served the request, or look in the trace viewer"
+                f"a router keeps the traces of its own last requests ({self._settings.recent_requests}), and of as many "
+                "that failed or missed their SLA: ask the router that served the request, or look in the trace viewer"
             )
         rendered = render_trace(seen, inside=caller.sees_all)
         return _json({**rendered, "trace_url": self._settings.trace_address(rendered["trace_id"])})

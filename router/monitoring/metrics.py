@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
     from starlette.requests import Request
 
+    from router.accounting.charging import Charging
+    from router.accounting.usage import UsageLog
     from router.monitoring.usage import Labels
-    from router.pipeline.charging import Charging
     from router.pipeline.pipeline import Pipeline
-    from router.pipeline.usage import UsageLog
     from router.policy.table import PolicyStore
     from router.profiling.shadow_evaluation import ShadowEvaluation
     from router.telemetry.record import RequestRecord
@@ -231,7 +231,7 @@ class Load(Collector):
             tier = spec.name
             retries.add_metric([tier], self._retries[tier])
             restarts.add_metric([tier], fleet.restarts[tier])
-            count = sum(r.spec.name is tier and r.state is ReplicaStatus.READY for r in fleet.replicas)
+            count = sum(r.spec.name is tier and r.state.status is ReplicaStatus.READY for r in fleet.replicas)
             if not spec.absent:  # so that no alert waits for it
                 ready.add_metric([tier], count)
         return failures, retries, restarts, ready
@@ -254,23 +254,23 @@ class Load(Collector):
         text = "Prompt tokens that a replica's engine looked up in its prefix cache since it was started."
         queries = CounterMetricFamily("qarr_prefix_cache_queries", text, labels=labels)
         hits = CounterMetricFamily("qarr_prefix_cache_hits", "Those that were found.", labels=labels)
-        now = time.monotonic()
+        self._pipeline.fleet.refresh(time.monotonic())
         for replica in self._pipeline.fleet.replicas:
-            values = [replica.spec.name, replica.id]
-            state.add_metric([*values, replica.state.value], 1)
+            values, now, gauges = [replica.spec.name, replica.id], replica.state, replica.state.gauges
+            state.add_metric([*values, now.status.value], 1)
             about.add_metric([*values, replica.spec.precision, replica.spec.checkpoint_id or ""], 1)
-            in_flight.add_metric(values, replica.in_flight)
-            taken.add_metric(values, replica.slots)
-            limit.add_metric(values, replica.limit)
+            in_flight.add_metric(values, now.in_flight)
+            taken.add_metric(values, now.slots)
+            limit.add_metric(values, now.limit)
             opened.add_metric(values, replica.breaker.opened)
-            is_open.add_metric(values, replica.breaker.state(now) is not BreakerState.CLOSED)
-            if replica.gauges is not None:
-                usage.add_metric(values, replica.gauges.kv_cache_usage)
-                queries.add_metric(values, replica.gauges.cache_queries)
-                hits.add_metric(values, replica.gauges.cache_hits)
-                if replica.gauges.drafted:
-                    drafted.add_metric(values, replica.gauges.drafted)
-                    accepted.add_metric(values, replica.gauges.accepted)
+            is_open.add_metric(values, now.breaker.state is not BreakerState.CLOSED)
+            if gauges is not None:
+                usage.add_metric(values, gauges.kv_cache_usage)
+                queries.add_metric(values, gauges.cache_queries)
+                hits.add_metric(values, gauges.cache_hits)
+                if gauges.drafted:
+                    drafted.add_metric(values, gauges.drafted)
+                    accepted.add_metric(values, gauges.accepted)
         return state, about, in_flight, taken, limit, opened, is_open, usage, drafted, accepted, queries, hits
 
 

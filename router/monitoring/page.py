@@ -20,7 +20,7 @@ from router.auth.network import is_loopback
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from router.auth.api_keys import KeyStore
+    from router.auth.access import KeyStore
     from router.settings import ServerSettings
 
 WEB = Path(__file__).with_name("web")

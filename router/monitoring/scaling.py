@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from tiers.choice import Request, candidate
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -30,11 +32,12 @@ class Scaling(Collector):
         text = f"Predicted time to the first token of {PROMPT_TOKENS} prompt tokens sent to a tier now."
         ttft = GaugeMetricFamily("qarr_predicted_ttft_seconds", text, labels=["tier"])
         fleet = self._pipeline.fleet.snapshot()
+        request = Request(PROMPT_TOKENS, OUTPUT_TOKENS, output_share=fleet.output_share)
         for tier in fleet.tiers:
             if tier.spec.absent:
                 continue
             waiting.add_metric([tier.spec.name], self._pipeline.admission.waiting_for(tier.spec.name))
-            _, _, times, _ = tier.offer(PROMPT_TOKENS, OUTPUT_TOKENS, 1, fleet)
+            times = candidate(tier, request, fleet).times
             if times is not None:
                 ttft.add_metric([tier.spec.name], times.ttft_ms / 1000)
         return waiting, ttft

@@ -15,12 +15,11 @@ from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.routing import Route as Endpoint
 
+from router.accounting.budgets import BudgetUnknown
+from router.accounting.usage import day_of, read_usage, render_row, used_budgets
 from router.api.asgi import context_of
 from router.api.bodies import json_response
-from router.auth.api_keys import KeysError, read_keys
-from router.auth.budgets import BudgetUnknown
-from router.pipeline.usage import day_of, read_usage, render_row, used_budgets
-from router.policy.charge import MICRO
+from router.auth.api_keys import MICRO, KeysError, read_keys
 from router.redis_link import UNAVAILABLE
 from tiers.background import Faults
 
@@ -32,10 +31,11 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from router.auth.api_keys import Caller, KeyStore
-    from router.auth.database import Database
-    from router.pipeline.charging import Charging
-    from router.pipeline.usage import Row, Use
+    from router.accounting.charging import Charging
+    from router.accounting.database import Database
+    from router.accounting.usage import Row, Use
+    from router.auth.access import KeyStore
+    from router.auth.api_keys import Caller
 
 log = logging.getLogger(f"qarr.{__name__}")
 OTHER = "other"
@@ -53,15 +53,10 @@ class Labels:
 
     def of(self, key_id: str) -> tuple[str, str]:
         """Return a key's name and team, as metrics have them."""
-        found = self._named.get(key_id)
-        if found is not None:
-            return found
-        if len(self._named) < self._most:
-            first = {caller.key_id: caller for caller in self._keys.callers[: self._most]}
-            if (caller := first.get(key_id)) is not None:
-                self._named[key_id] = caller.name, caller.team
-                return caller.name, caller.team
-        return OTHER, OTHER
+        if key_id not in self._named and len(self._named) < self._most:
+            first = self._keys.callers[: self._most]
+            self._named |= {caller.key_id: (caller.name, caller.team) for caller in first if caller.key_id == key_id}
+        return self._named.get(key_id, (OTHER, OTHER))
 
     def callers(self) -> list[Caller]:
         """Return those keys that have metrics of their own."""
@@ -111,7 +106,7 @@ class UsageMetrics(Collector):
 
     async def look(self) -> None:
         """Look how far budgets are used, of keys with metrics of their own."""
-        ledger = self._charging.spending.ledger
+        ledger = self._charging.reservations.ledger
         self._budgets = await used_budgets(ledger, self._labels.callers(), time.time())
 
     async def run(self) -> None:
@@ -144,7 +139,7 @@ class UsageEndpoint:
             return await self._answer(request)
         except (*UNAVAILABLE, sqlite3.Error):
             fault, path = self._database.fault, self._database.path
-            raise BudgetUnknown(f"the file {path}" if fault else self._charging.spending.ledger.place) from None
+            raise BudgetUnknown(f"the file {path}" if fault else self._charging.reservations.ledger.place) from None
 
     async def _answer(self, request: Request) -> Response:
         caller = context_of(request.scope).caller
@@ -152,8 +147,8 @@ class UsageEndpoint:
         rows = await self._database.change(partial(read_usage, first, last))
         names = {key.id: key.name for key in await asyncio.to_thread(read_keys, self._keys.path)}
         own = {each.key_id: each for each in (*self._keys.callers, caller) if caller.sees(each.key_id)}
-        budgets = await used_budgets(self._charging.spending.ledger, list(own.values()), time.time())
-        priced = self._charging.replica_hour is not None
+        budgets = await used_budgets(self._charging.reservations.ledger, list(own.values()), time.time())
+        priced = self._charging.reservations.settings.replica_hour is not None
         usage = [render_row(row, use, names, priced=priced) for row, use in rows if caller.sees(row.key)]
         body = {"scope": "all" if caller.sees_all else "own", "budgets": budgets, "usage": usage}
         return json_response(body, headers=NO_STORE)

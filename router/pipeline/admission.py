@@ -22,22 +22,21 @@ from typing import TYPE_CHECKING
 
 from router.pipeline.queue_lines import Entry, Lines
 from router.pipeline.request import class_of
-from router.policy.charge import FREE
 from router.policy.decide import UNKNOWN_RETRY_S, decide
 from router.policy.decision import PRIORITIES, Basis, Refusal, Refused
-from router.telemetry.record import JOURNEY
+from router.telemetry.record import FREE, JOURNEY
 from router.upstream.client import lease_for
 from tiers.fleet import Demand
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from router.auth.quota import Grant as QuotaGrant
-    from router.auth.spending import BudgetGrant
-    from router.policy.charge import Charge
+    from router.accounting.reservations import Reservation
+    from router.auth.quota import QuotaGrant
     from router.policy.decision import Decision, Query
     from router.policy.table import PolicyStore
     from router.settings import AdmissionSettings
+    from router.telemetry.record import Cost
     from tiers.fleet import Fleet, Lease
     from tiers.spec import TierName, TierSpec
 
@@ -69,7 +68,7 @@ class Grant:
         slot: None: not yet.
         used: Prompt and output tokens; None: the request was not served, and does not count.
         budget: Reserved; None: not yet, or the caller has none.
-        charge: What is charged instead.
+        cost: What is charged instead.
     """
 
     _admission: Admission
@@ -77,8 +76,8 @@ class Grant:
     quota: QuotaGrant | None = None
     slot: Admitted | None = None
     used: int | None = None
-    budget: BudgetGrant | None = None
-    charge: Charge = FREE
+    budget: Reservation | None = None
+    cost: Cost = FREE
 
     async def release(self) -> None:
         """Give back all of it; of quota and budget, what was not used."""
@@ -89,7 +88,7 @@ class Grant:
                 await self.quota.settle(self.used)
         finally:  # also when this is cancelled
             if self.budget is not None:
-                await self.budget.settle(self.charge)
+                await self.budget.settle(self.cost)
 
 
 @dataclass(slots=True, eq=False)

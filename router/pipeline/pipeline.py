@@ -7,14 +7,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from router.accounting.charging import usage_of
 from router.auth.api_keys import BeyondKey
 from router.pipeline.admission import Grant
-from router.pipeline.charging import visits_of
 from router.pipeline.request import MAX_COUNT, query_of
-from router.policy.charge import Visit
 from router.policy.decide import decide, within_context
 from router.policy.decision import Refusal, Refused
-from router.telemetry.record import JOURNEY, Journey
+from router.telemetry.record import JOURNEY, Journey, TierUsage
 from router.telemetry.tracing import random_hex, server_span
 from router.upstream.errors import EngineTooSlow
 from tiers.spec import TierName, in_order
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from classifier import PromptFeatures, TokenCounter
+    from router.accounting.charging import Charging
     from router.auth.quota import Quotas
     from router.pipeline.admission import Admission
-    from router.pipeline.charging import Charging
     from router.pipeline.failover import Failover
     from router.pipeline.overflow import Overflow
     from router.pipeline.registry import ActiveRequest, RequestRegistry
@@ -63,7 +62,6 @@ class Pipeline:
         decisions: The decision log; None: none is written.
         prompt_observer: None: no prompt is sampled.
         answer_observer: None: no answer is evaluated.
-        on_request: Called before each decision, also one that is only asked for: what measures itself must not count.
     """
 
     fleet: Fleet
@@ -79,7 +77,6 @@ class Pipeline:
     telemetry: Telemetry
     prompt_observer: PromptObserver | None
     answer_observer: AnswerObserver | None
-    on_request: Callable[[], None]
 
     def decide(self, request: ParsedRequest, *, serve: bool = True) -> Decision:
         """Classify a request and decide.
@@ -92,7 +89,8 @@ class Pipeline:
             BeyondKey: The caller's key refuses the hinted tier.
         """
         _check_hint(request.context, request.options)
-        self.on_request()
+        if self.fleet.preempt is not None:
+            self.fleet.preempt()
         began = time.monotonic()
         features = request.prompt.classify(self.counter)
         classified = time.monotonic()
@@ -147,16 +145,17 @@ class Pipeline:
         if final and not self.overflow.takes(decision, request):
             raise Refused(decision)
         tokens = min(decision.query.tokens_in_all, MAX_COUNT)
-        grant.quota = await self.quotas.enter(caller, tokens, active.context.limits)
+        if caller.quota is not None:
+            grant.quota = await self.quotas.enter(caller, tokens, active.context.limits)
         if caller.accounts:
-            grant.budget = await self.charging.reserve(active)
-            decision = active.decision
+            grant.budget, decision = await self.charging.reserve(caller, decision, active.context.limits)
+            active.decision = decision
         try:
             active.answer = await self._answer(active, grant, asked, request, sent_at)
         except (asyncio.CancelledError, EngineTooSlow):
             grant.used = decision.query.tokens_to_read  # an engine may have computed them
             if grant.slot is not None and grant.slot.decision.tier is not None and caller.key_id:
-                active.visits = (Visit(grant.slot.decision.tier, grant.used, 0, 0),)
+                active.usage = (TierUsage(grant.slot.decision.tier, grant.used, 0, 0),)
             raise
 
     async def _answer(
@@ -185,7 +184,7 @@ class Pipeline:
             if answer is not None:
                 ours = answer.overflow is None
                 if active.context.caller.key_id and ours:
-                    active.visits = visits_of(active.decision, answer)
+                    active.usage = usage_of(active.decision, answer)
                 prompt_tokens = answer.usage.get("prompt_tokens", active.decision.query.tokens_to_read)
                 grant.used = prompt_tokens + answer.output_tokens
                 if answer.complete and ours and self.answer_observer is not None:
@@ -195,8 +194,8 @@ class Pipeline:
             try:
                 self.overflow.ended(active, error)
                 if grant.budget is not None:
-                    cost = self.charging.tariff.charge(active.decision, active.visits)
-                    active.charge = grant.charge = cost.at_most(grant.budget.hold.reserved)
+                    cost = self.charging.pricing.cost(active.decision, active.usage)
+                    active.cost = grant.cost = cost.at_most(grant.budget.hold.reserved)
             finally:
                 await grant.release()
 

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from router.auth.budgets import OverBudget
+from router.accounting.budgets import OverBudget
 from router.auth.quota import OverQuota
 from router.pipeline.request import class_of
 from router.policy.decision import Refused
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from router.lifecycle import ServerState
     from router.pipeline.admission import Admitted
     from router.pipeline.request import RequestContext
-    from router.policy.charge import Charge, Visit
     from router.policy.decision import Decision, Priority, Sla
+    from router.telemetry.record import Cost, TierUsage
     from router.upstream.engine_stream import EngineAnswer
     from tiers.spec import TierName
 
@@ -68,8 +68,8 @@ class ActiveRequest:
         admitted: Its slot; None while it waits.
         sent: When it was admitted, in seconds by the monotonic clock.
         answer: None until it has begun.
-        visits: What tiers have computed of it, once that is known; only of callers with a key.
-        charge: To its caller's budgets; None: it has none.
+        usage: What tiers have computed of it, once that is known; only of callers with a key.
+        cost: Charged to its caller's budgets; None: it has none.
         diverted: What became of it at the overflow; None: it was not sent there.
     """
 
@@ -79,8 +79,8 @@ class ActiveRequest:
     admitted: Admitted | None = None
     sent: float = 0.0
     answer: EngineAnswer | None = None
-    visits: tuple[Visit, ...] = ()
-    charge: Charge | None = None
+    usage: tuple[TierUsage, ...] = ()
+    cost: Cost | None = None
     diverted: Diverted | None = None
 
     @property
@@ -201,8 +201,8 @@ class RequestRegistry:
             sla_met=sla_met,
             kept_for=KeptFor.ERROR if outcome is Outcome.ERROR or outcome is Outcome.REFUSED else kept_for,
             why_not=why_not,
-            visits=request.visits,
-            charge=request.charge,
+            usage=request.usage,
+            cost=request.cost,
             journey=context.journey,
         )
 

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision, Priority, Sort
     from router.telemetry.record import Journey
     from router.upstream.engine_request import EngineRequest
-    from tiers.snapshot import TemplateTokens
-    from tiers.spec import TierName
+    from tiers.spec import TemplateTokens, TierName
 
 NO_BOUNDS = Sla()
 Truncate = Literal["oldest", "middle"]

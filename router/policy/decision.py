@@ -21,8 +21,8 @@ from tiers.spec import TierName
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from tiers.choice import Expectation
     from tiers.replica import Replica
-    from tiers.snapshot import Expectation
     from tiers.spec import ReplicaStatus, TierSpec
     from tiers.speed import SpeedModel
 
@@ -86,10 +86,6 @@ class PolicyParameters:
         """Return the share of answers, 0..1, that a request lets get worse, else its class; None: there is no bound."""
         asked = query.sla.max_quality_loss
         return self.max_loss.get(query.features.prompt_class) if asked is None else asked
-
-    def allowed(self, tier: TierName, scarcity: float) -> float:
-        """Return the share of answers, 0..1, that may get worse on a tier while engine time is so scarce, 0..1."""
-        return self.negligible_loss + scarcity * max(self.budget(tier) - self.negligible_loss, 0.0)
 
     def budget(self, tier: TierName) -> float:
         """Return the share of answers, 0..1, that may get worse on a tier where engine time is as scarce as can be.
@@ -232,6 +228,7 @@ class Estimate(NamedTuple):
         slow: It breaks a bound on time, or may, for its times are not known; likewise ``lossy`` on loss.
         unfit: It loses more than the budget or the class's bound allows, or is below the hint.
         cached: Prompt tokens that need no prefill on the replica that would serve it.
+        meets: It can serve the request within the bounds asked for.
     """
 
     tier: TierName
@@ -251,11 +248,7 @@ class Estimate(NamedTuple):
     lossy: bool
     unfit: bool
     cached: int | None
-
-    @property
-    def meets(self) -> bool:
-        """Tell whether it can serve the request within the bounds asked for."""
-        return self.obstacle is None and not self.slow and not self.lossy
+    meets: bool
 
     @property
     def under_load(self) -> bool:
@@ -310,8 +303,9 @@ class Choice(NamedTuple):
     @property
     def asked(self) -> list[Estimate]:
         """Return the tiers asked for: all, unless a hint is a condition."""
-        hint = self.query.hint if self.query.require else None
-        return [each for each in self.estimates if hint is None or each.tier is hint]
+        if self.query.hint is None or not self.query.require:
+            return list(self.estimates)
+        return [each for each in self.estimates if each.tier is self.query.hint]
 
     @property
     def within(self) -> list[Estimate]:
@@ -363,7 +357,10 @@ class Decision:
     @property
     def chosen(self) -> Estimate | None:
         """Return what was expected of the tier that is to serve the request, or None."""
-        return None if self.tier is None else self.estimate(self.tier)
+        for each in self.choice.estimates:
+            if each.tier is self.tier:
+                return each
+        return None
 
     @property
     def precision(self) -> str | None:

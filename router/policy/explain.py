@@ -132,19 +132,19 @@ def _chosen_text(choice: Choice, chosen: Estimate) -> str:
     highest, loss, name, within = choice.estimates[-1].tier, chosen.loss, chosen.tier, choice.within
     if choice.basis is Basis.BUDGET:
         wrong = f"{name} would get {one_in(loss.mean)} answers wrong that {highest} gets right ({loss.basis})"
-        return f"{wrong}, within the loss budget while engine time is scarce, and {_cheap_text(choice, chosen)}"
+        return f"{wrong}, within the loss budget while engine time is scarce, and {_cheap_text(choice, chosen, within)}"
     worse = [each for each in within if each.loss.mean > max(loss.mean, choice.table.negligible_loss)]
     parts = [_wrong_text(worse, highest)] if worse else []
     if choice.basis is Basis.NEGLIGIBLE:
         good = "loses nothing" if loss.mean == 0 else f"is as good ({one_in(loss.mean)} gets worse, {loss.basis})"
-        parts.append(f"{name} {good}, and {_cheap_text(choice, chosen)}")
+        parts.append(f"{name} {good}, and {_cheap_text(choice, chosen, within)}")
     alone = f"no tier but {name} serves now" if len(within) == 1 else f"no tier loses less than {name}"
     return "; ".join(parts) or alone
 
 
-def _cheap_text(choice: Choice, chosen: Estimate) -> str:
+def _cheap_text(choice: Choice, chosen: Estimate, within: Sequence[Estimate]) -> str:
     """Return what speaks for a tier among those that lose little enough."""
-    fit = [each for each in choice.within if not each.unfit]
+    fit = [each for each in within if not each.unfit]
     others = [f"{each.tier} {each.cost:.2g}" for each in fit if each.tier is not chosen.tier and each.cost is not None]
     if chosen.under_load and others:
         return f"takes {chosen.order():.2g} engine-seconds ({', '.join(others)})"

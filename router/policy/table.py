@@ -209,7 +209,7 @@ class PolicyStore:
         if speeds != self._fleet.speeds:
             self._fleet.speeds = speeds
             for replica in self._fleet.replicas:
-                replica.speed = None
+                replica.update(speed=None)
 
 
 def policy_table(

@@ -11,8 +11,6 @@ import asyncio
 import logging
 import math
 import time
-from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
 from router.policy.profiles import REFERENCE, ProfileError
@@ -25,6 +23,7 @@ from tiers.spec import ReplicaStatus, TierName, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
+    from pathlib import Path
 
     from router.policy.profiles import QualityProfile
     from router.policy.table import PolicyStore
@@ -48,35 +47,6 @@ What = Literal["latency", "quality"]
 Attempt = tuple[What, frozenset[TierName], tuple[str | None, ...]]  # tiers, and the identities of all
 
 
-class State(StrEnum):
-    """Whether the router measures itself."""
-
-    OFF = "off"
-    WAITING = "waiting"
-    RUNNING = "running"
-    DONE = "done"
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress of the measurements.
-
-    Attributes:
-        what: What is measured now; None: nothing.
-        done: Steps (speed) or tasks (loss) that are done.
-        total: Number of those; of tasks, fewer may do.
-        since: When the measurement, or the state, began, in seconds since 1970.
-        detail: Why it waits or is off.
-    """
-
-    state: State
-    what: What | None
-    done: int
-    total: int
-    since: float
-    detail: str
-
-
 class AutoProfile:
     """Measures what no profile has, and reports its progress. One event loop owns it.
 
@@ -85,42 +55,33 @@ class AutoProfile:
         fleet: The tiers to measure.
         policy: Loads new profiles.
         model: The served model's display name.
-        served: Tells whether requests are open.
+        requests: Number of requests so far, and of those that are open.
+
+    Attributes:
+        client: Of the engines, while they are idle.
     """
 
     def __init__(
-        self, settings: Settings, fleet: Fleet, policy: PolicyStore, model: str, served: Callable[[], bool]
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        policy: PolicyStore,
+        model: str,
+        requests: Callable[[], tuple[int, int]],
     ) -> None:
         self._fleet, self._policy = fleet, policy
         self._folder, self._latency_s = settings.policy.profiles, settings.profile.latency_s
-        self._client = IdleClient(fleet, model, settings.profile.idle_s, served)
+        self.client = IdleClient(fleet, model, settings.profile.idle_s, requests)
         self._tried: set[Attempt] = set()
         why = ""
         if not settings.profile.auto:
             why = "profile.auto is false"
         elif any(spec.urls or spec.named_by for spec in fleet.specs):
             why = ELSEWHERE
-        self._on = not why
-        state = State.WAITING if self._on else State.OFF
-        self._now = Progress(state, None, 0, 0, time.time(), why or "tiers are starting")
-
-    def give_way(self) -> None:
-        """Free the engines at once: a request has arrived."""
-        self._client.give_way()
-
-    @property
-    def measuring(self) -> bool:
-        """Tell whether a measurement has begun, and has not ended."""
-        return self._now.what is not None
-
-    @property
-    def progress(self) -> Progress:
-        now = self._now
-        if now.what is None:
-            return now
-        if self._client.asking or (now.total and now.done == now.total):
-            return replace(now, state=State.RUNNING, detail="")
-        return replace(now, state=State.WAITING, detail=now.detail or "requests go first")
+        self._on, self._since = not why, time.time()
+        self._what: What | None = None  # is measured now
+        self._done = self._total = 0  # steps (speed) or tasks (loss), of which fewer may do
+        self._state, self._detail = ("off", why) if why else ("waiting", "tiers are starting")
 
     def render(self, *, inside: bool) -> dict[str, Any]:
         """Return the progress, and the measured tiers, as JSON values.
@@ -128,18 +89,18 @@ class AutoProfile:
         Args:
             inside: Whether to show details, which may quote addresses and paths.
         """
-        now, speeds, losses = self.progress, self._fleet.speeds, self._policy.measured
+        state, detail = self._state, self._detail
+        if self._what is not None:
+            running = self.client.asking or 0 < self._total == self._done
+            state, detail = ("running", "") if running else ("waiting", "requests go first")
         return {
-            "state": now.state.value,
-            "what": now.what,
-            "done": now.done,
-            "total": now.total,
-            "since": round(now.since, 3),
-            "detail": now.detail if inside else "",
-            "measured": {
-                "latency": in_order(speeds),
-                "quality": in_order(losses),
-            },
+            "state": state,
+            "what": self._what,
+            "done": self._done,
+            "total": self._total,
+            "since": round(self._since, 3),
+            "detail": detail if inside else "",
+            "measured": {"latency": in_order(self._fleet.speeds), "quality": in_order(self._policy.measured)},
             "pointless": self._policy.pointless,
         }
 
@@ -154,34 +115,30 @@ class AutoProfile:
                 await asyncio.sleep(LOOK_S)
             except ProfileError as error:
                 log.warning("measuring waits: %s", error)
-                self._idle(State.WAITING, str(error))
+                self._show("waiting", str(error))
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def aclose(self) -> None:
         """Close the connections to the engines, once ``run`` was cancelled."""
-        await self._client.aclose()
+        await self.client.aclose()
 
     async def _look(self) -> None:
         """Measure what is missing now."""
+        states = {tier.status for tier in self._fleet.snapshot().tiers}
         if any(replica.source is not None for replica in self._fleet.replicas):  # added while the router runs
-            self._client.give_way()
-            self._idle(State.WAITING, ELSEWHERE)
-            return
-        states = {tier.state for tier in self._fleet.snapshot().tiers}
-        if ReplicaStatus.READY not in states or not states <= SETTLED:
-            self._client.give_way()
-            self._idle(State.WAITING, "tiers are starting")
-            return
-        if not self._missing("latency") and not self._missing("quality"):
-            self._idle(State.DONE, "")
-            return
-        with only_one(self._folder):
-            self._policy.take_up()  # profiles made by hand since then
-            if missing := self._missing("latency"):
-                await self._latency(missing)
-            if self._missing("quality"):
-                await self._quality()
+            self._show("waiting", ELSEWHERE)
+        elif ReplicaStatus.READY not in states or not states <= SETTLED:
+            self._show("waiting", "tiers are starting")
+        elif not self._missing("latency") and not self._missing("quality"):
+            self._show("done", "")
+        else:
+            with only_one(self._folder):
+                self._policy.take_up()  # profiles made by hand since then
+                if missing := self._missing("latency"):
+                    await self._latency(missing)
+                if missing := self._missing("quality"):
+                    await self._quality(missing)
 
     def _missing(self, what: What) -> tuple[TierName, ...]:
         """Return the ready tiers that are to be measured: not measured, and not tried before in vain."""
@@ -198,37 +155,34 @@ class AutoProfile:
     async def _latency(self, tiers: tuple[TierName, ...]) -> None:
         plan = LatencyPlan(self._latency_s / STEPS, tiers, self._latency_s, attempts=math.inf)
         async with self._fleet.measuring:
-            self._begin("latency")
-            profile = await measure_latency(self._client, plan, self._step)
-        self._keep("latency", tiers, lambda: keep_latency(self._folder, profile))
+            self._show("waiting", "", "latency")
+            profile = await measure_latency(self.client, plan, self._step)
+        self._keep("latency", tiers, keep_latency(self._folder, profile))
 
-    async def _quality(self) -> None:
+    async def _quality(self, tiers: tuple[TierName, ...]) -> None:
         tasks = await asyncio.to_thread(read_tasks, TASKS)
         journal = self._folder / JOURNAL
         plan = Plan(tasks, SUITE, journal, PARALLEL, worth=self._policy.worth, keep=self._learn)
-        tiers = self._missing("quality")
-        self._begin("quality")
-        profile = await measure(self._client, plan, self._step)
-        self._keep("quality", tiers, lambda: keep_quality(self._folder, profile))
+        self._show("waiting", "", "quality")
+        profile = await measure(self.client, plan, self._step)
+        self._keep("quality", tiers, keep_quality(self._folder, profile))
 
     def _learn(self, profile: QualityProfile) -> None:
         keep_quality(self._folder, profile)
         self._policy.take_up()
 
-    def _keep(self, what: What, tiers: tuple[TierName, ...], write: Callable[[], object]) -> None:
-        path = write()
+    def _keep(self, what: What, tiers: tuple[TierName, ...], path: Path) -> None:
         self._tried.add(self._attempt(what, tiers))
-        log.info("measured %s in %.0f s: %s", what, time.time() - self._now.since, path)
+        log.info("measured %s in %.0f s: %s", what, time.time() - self._since, path)
         self._policy.take_up()
-        self._now = replace(self._now, what=None)
-
-    def _begin(self, what: What) -> None:
-        log.info("measuring %s while it is quiet (profile.auto)", what)
-        self._now = Progress(State.WAITING, what, 0, 0, time.time(), "")
+        self._what = None
 
     def _step(self, _step: str, done: int, total: int) -> None:
-        self._now = replace(self._now, done=done, total=total)
+        self._done, self._total = done, total
 
-    def _idle(self, state: State, detail: str) -> None:
-        if (self._now.state, self._now.what, self._now.detail) != (state, None, detail):
-            self._now = Progress(state, None, 0, 0, time.time(), detail)
+    def _show(self, state: str, detail: str, what: What | None = None) -> None:
+        if what is not None:
+            log.info("measuring %s while it is quiet (profile.auto)", what)
+        if (self._state, self._what, self._detail) != (state, what, detail):
+            self._state, self._what, self._detail, self._since = state, what, detail, time.time()
+            self._done = self._total = 0

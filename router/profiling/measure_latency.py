@@ -64,15 +64,15 @@ async def measure_latency(
         ProfileError: The router does not answer, a tier is not ready, or others' requests do not end.
     """
     fleet = await client.fleet()
-    if not fleet.identities:
+    if not fleet.tiers:
         raise ProfileError("no tier is ready")
-    tiers = plan.tiers or tuple(fleet.identities)
+    tiers = plan.tiers or tuple(fleet.tiers)
     for tier in tiers:
-        if tier not in fleet.identities:
+        if tier not in fleet.tiers:
             raise ProfileError(f"tier {tier} is not ready")
-        if fleet.replicas[tier] > 1:
+        if (replicas := fleet.tiers[tier].replicas) > 1:
             raise ProfileError(
-                f"tier {tier} has {fleet.replicas[tier]} replicas that requests are spread over: measure with one each"
+                f"tier {tier} has {replicas} replicas that requests are spread over: measure with one each"
             )
     run = _Run(client, fleet, plan, tiers, progress)
     for tier in tiers:
@@ -84,7 +84,7 @@ async def measure_latency(
         model=fleet.model,
         machine=fleet.machine,
         checkpoints=dict(fleet.checkpoints),
-        fits=fit_all(run.samples, {tier: fleet.max_num_seqs[tier] for tier in tiers}),
+        fits=fit_all(run.samples, {tier: fleet.tiers[tier].max_num_seqs for tier in tiers}),
         samples=tuple(run.samples),
     )
 
@@ -168,8 +168,9 @@ class _Run:
 
     def _steps(self, tier: TierName) -> int:
         """Return the number of a tier's steps if none is skipped: warm-up, prompts, batches, arrivals."""
-        lengths = sum(length < self._fleet.max_model_len[tier] for length in LENGTHS)
-        return 2 + TIMES * lengths + sum(batch <= self._fleet.max_num_seqs[tier] for batch in BATCHES)
+        limits = self._fleet.tiers[tier]
+        lengths = sum(length < limits.max_model_len for length in LENGTHS)
+        return 2 + TIMES * lengths + sum(batch <= limits.max_num_seqs for batch in BATCHES)
 
     async def alone(self, tier: TierName) -> None:
         """Measure one tier while the others are idle, within its share of the budget."""
@@ -179,7 +180,7 @@ class _Run:
         step_ms = warm.tpot_ms or warm.ttft_ms
         seen: list[tuple[int, float]] = []
         for length in LENGTHS:
-            if length + 1 > self._fleet.max_model_len[tier] or self._too_long(length, seen, until_s):
+            if length + 1 > self._fleet.tiers[tier].max_model_len or self._too_long(length, seen, until_s):
                 break
             times = [
                 (await self._undisturbed(f"{tier}: prompt of {length} tokens", tier, _single(length))).ttft_ms
@@ -188,7 +189,7 @@ class _Run:
             seen.append((length, min(times)))
         for number, batch in enumerate(BATCHES):
             over = number >= LEAST and self._spent_s + self._plan.step_s > until_s
-            if batch > self._fleet.max_num_seqs[tier] or over:
+            if batch > self._fleet.tiers[tier].max_num_seqs or over:
                 break
             step = _burst(batch, self._tokens(step_ms * (1 + batch / 8)))
             step_ms = (await self._undisturbed(f"{tier}: {batch} at a time", tier, step)).tpot_ms or step_ms
@@ -226,7 +227,7 @@ class _Run:
     async def _keep_busy(self, bench: _Bench, batch: int, until: float, answer_ms: float, others: int) -> None:
         step_ms = self._single_step(bench.tier) * (1 + others)
         tokens = min(max(int(answer_ms / step_ms), 4), 64)
-        share = others / (len(self._fleet.identities) - 1)
+        share = others / (len(self._fleet.tiers) - 1)
         while time.monotonic() < until:
             await bench.request(PROMPT_TOKENS, tokens, batch, neighbours=share)
 
@@ -241,7 +242,7 @@ class _Run:
         return [s for s in self.samples if s.tier is tier]
 
     async def _arrival(self, bench: _Bench) -> None:
-        background = min(4, self._fleet.max_num_seqs[bench.tier])
+        background = min(4, self._fleet.tiers[bench.tier].max_num_seqs)
         lengths = (PROMPT_TOKENS, 4 * PROMPT_TOKENS)
         single = self._single_step(bench.tier)
         first = min(s.ttft_ms / s.prompt_tokens for s in self._own(bench.tier) if s.ttft_ms is not None)

@@ -13,16 +13,15 @@ import json
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from router.policy.profiles import REFERENCE, ProfileError, QualityProfile
-from router.profiling.checks import RunsCheck
 from router.profiling.client import first_of
-from router.profiling.quality import Judged, Scores, count, score
-from router.profiling.scoring import answer_body, read_greedy, read_scored, scoring_body, text_of
+from router.profiling.scoring import CHAT, COMPLETIONS, Judged, answer_body, count, score, text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from router.policy.losses import Kind
@@ -49,7 +48,7 @@ class Plan:
         adapter: The LoRA adapter that answers on every tier, the reference too; None: the model itself.
         worth: What one more answer of a kind tells about a tier; nothing is asked where it is 0. None: ask everything.
         keep: Takes what is known so far, now and then.
-        runs: Runs the code of an answer with a test; None: tasks that need it are left out.
+        run_code: Whether the code of answers is run; tasks that need it are left out otherwise.
     """
 
     tasks: tuple[Task, ...]
@@ -60,7 +59,7 @@ class Plan:
     adapter: str | None = None
     worth: Callable[[TierName, Kind], float] | None = None
     keep: Callable[[QualityProfile], None] | None = None
-    runs: Callable[[str, str], Awaitable[bool]] | None = None
+    run_code: bool = False
 
 
 async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int], None]) -> QualityProfile:
@@ -75,7 +74,7 @@ async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int]
         ProfileError: The router does not answer, the reference is not ready, or a tier refuses.
     """
     fleet = await client.fleet()
-    if REFERENCE not in fleet.identities:
+    if REFERENCE not in fleet.tiers:
         raise ProfileError(f"tier {REFERENCE} is not ready, and the others are measured against it")
     if plan.adapter is not None:
         fleet = _having(fleet, plan.adapter)
@@ -86,14 +85,14 @@ async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int]
 
 def _having(fleet: FleetState, adapter: str) -> FleetState:
     """Return the fleet without the tiers that do not offer an adapter."""
-    having = {tier: identity for tier, identity in fleet.identities.items() if adapter in fleet.adapters.get(tier, ())}
+    having = {name: tier for name, tier in fleet.tiers.items() if adapter in tier.adapters}
     if REFERENCE not in having:
         raise ProfileError(
             f"tier {REFERENCE} does not offer the adapter {adapter}, and the others are measured against it"
         )
     if len(having) == 1:
         raise ProfileError(f"no tier but {REFERENCE} offers the adapter {adapter}: there is nothing to compare")
-    return replace(fleet, identities=having)
+    return replace(fleet, tiers=having)
 
 
 class _Run:
@@ -103,12 +102,12 @@ class _Run:
         self, client: Client, plan: Plan, fleet: FleetState, progress: Callable[[str, int, int], None]
     ) -> None:
         self._client, self._plan, self._fleet, self._progress = client, plan, fleet, progress
-        self._lower = [tier for tier in fleet.identities if tier is not REFERENCE]
-        self._settings = {tier: _setting(plan, fleet, tier) for tier in fleet.identities}
-        slots = {tier: fleet.max_num_seqs[tier] * fleet.replicas[tier] for tier in fleet.identities}
+        self._lower = [tier for tier in fleet.tiers if tier is not REFERENCE]
+        self._settings = {tier: _setting(plan, fleet, tier) for tier in fleet.tiers}
+        slots = {name: tier.max_num_seqs * tier.replicas for name, tier in fleet.tiers.items()}
         self._slots = {tier: asyncio.Semaphore(n) for tier, n in slots.items()}
         self._parallel = plan.parallel or min(slots.values())
-        longest = CHARS_PER_TOKEN * min(fleet.max_model_len.values())
+        longest = CHARS_PER_TOKEN * min(tier.max_model_len for tier in fleet.tiers.values())
         self._tasks = {t.digest: t for t in plan.tasks if _askable(t, plan, longest)}
         self._answers: dict[tuple[str, TierName], Judged] = {}
         self._scored: Counter[tuple[TierName, Kind]] = Counter()
@@ -189,31 +188,17 @@ class _Run:
         diagnosed = tier is not REFERENCE and self._scored[tier, task.kind] < self._plan.diagnosed
         self._scored[tier, task.kind] += diagnosed
         body = answer_body(task.messages, task.max_tokens, scored=diagnosed)
-        answer = await self._ask("/v1/chat/completions", tier, body)
-        text = text_of(answer)
+        answer = await self._ask(CHAT, tier, body)
         self._keep(
             Judged(
                 task=task.digest,
                 prompt_class=task.prompt_class,
                 complexity=task.complexity,
                 tier=tier,
-                right=await self._is_right(task, text),
-                scores=await self._score(answer) if diagnosed else None,
+                right=await asyncio.to_thread(task.check.passes, text_of(answer)),
+                scores=await score(answer, partial(self._ask, COMPLETIONS, REFERENCE)) if diagnosed else None,
             )
         )
-
-    async def _is_right(self, task: Task, text: str) -> bool:
-        check, runs = task.check, self._plan.runs
-        if isinstance(check, RunsCheck) and runs is not None:
-            return await runs(text, check.test)
-        return await asyncio.to_thread(check.passes, text)
-
-    async def _score(self, answer: Mapping[str, Any]) -> Scores | None:
-        greedy = read_greedy(answer)
-        if not greedy.ids:
-            return None
-        scored = read_scored(await self._ask("/v1/completions", REFERENCE, scoring_body(greedy)), greedy)
-        return score(greedy.ids, greedy.own, scored)
 
     async def _ask(self, path: str, tier: TierName, body: Mapping[str, Any]) -> dict[str, Any]:
         async with self._slots[tier]:
@@ -249,10 +234,10 @@ class _Run:
 
 
 def _askable(task: Task, plan: Plan, longest: float) -> bool:
-    return (plan.runs is not None or not isinstance(task.check, RunsCheck)) and len(task.prompt) / longest < 1
+    return (plan.run_code or not task.check.needs_run) and len(task.prompt) < longest
 
 
 def _setting(plan: Plan, fleet: FleetState, tier: TierName) -> str:
     """Return a digest of everything that a tier's answer depends on, except the task."""
-    parts = [FORM, fleet.model, fleet.identities[tier], plan.adapter]
+    parts = [FORM, fleet.model, fleet.tiers[tier].identity, plan.adapter]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

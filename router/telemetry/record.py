@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from opentelemetry.trace import Span
 
-    from router.policy.charge import Charge, Visit
     from router.policy.decision import Decision, Priority
     from router.policy.decision_log import DecisionLog
     from tiers.spec import TierName
@@ -163,6 +162,35 @@ class Times(NamedTuple):
     duration_ms: float
 
 
+class TierUsage(NamedTuple):
+    """Tokens of a request that one tier computed.
+
+    Attributes:
+        cached: Of the prompt's, those in its prefix cache.
+    """
+
+    tier: TierName
+    prompt: int
+    cached: int
+    output: int
+
+
+class Cost(NamedTuple):
+    """Millionths of an engine-second of the highest tier, and of the currency: sums of integers are exact in any order."""
+
+    engine_us: int = 0
+    money_u: int = 0
+
+    def plus(self, other: Cost) -> Cost:
+        return Cost(self.engine_us + other.engine_us, self.money_u + other.money_u)
+
+    def at_most(self, other: Cost) -> Cost:
+        return Cost(min(self.engine_us, other.engine_us), min(self.money_u, other.money_u))
+
+
+FREE = Cost()
+
+
 class RequestRecord(NamedTuple):
     """One inference request, from its arrival to its end.
 
@@ -175,8 +203,8 @@ class RequestRecord(NamedTuple):
         error: Code of a refusal, or the kind of error.
         sla_met: Whether its own bounds on times were met; None: it had none, or its caller left before.
         why_not: Why it failed or was refused after the decision, for operators; empty: it was not, or nothing tells.
-        visits: What tiers computed of it; only of callers with a key.
-        charge: To its caller's budgets; None: it has none.
+        usage: What tiers computed of it; only of callers with a key.
+        cost: Charged to its caller's budgets; None: it has none.
         journey: What it went through, for its trace; None: not known.
     """
 
@@ -196,8 +224,8 @@ class RequestRecord(NamedTuple):
     sla_met: bool | None = None
     kept_for: KeptFor = KeptFor.RECENT
     why_not: str = ""
-    visits: tuple[Visit, ...] = ()
-    charge: Charge | None = None
+    usage: tuple[TierUsage, ...] = ()
+    cost: Cost | None = None
     journey: Journey | None = None
 
 

@@ -243,7 +243,7 @@ class Upstream:
         replica = lease.replica
         hop = Hop(
             request.operation,
-            replica.serving(request.adapter),
+            request.adapter or replica.model,
             replica.url,
             time.monotonic(),
             tier=tier,

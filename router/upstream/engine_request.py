@@ -166,7 +166,7 @@ class ChatRequest:
     def body(self, replica: Replica) -> bytes:
         return to_json(
             {
-                "model": replica.serving(self.adapter),
+                "model": self.adapter or replica.model,
                 "messages": self.messages,
                 "max_tokens": self.max_tokens,
                 **self.sampling,
@@ -314,7 +314,7 @@ class ContinuedRequest:
             {
                 **sampling,
                 **priority,
-                "model": replica.serving(self.origin.adapter),
+                "model": self.origin.adapter or replica.model,
                 "prompt": self.ids,
                 "max_tokens": self.left,
                 "stream": True,
@@ -325,7 +325,7 @@ class ContinuedRequest:
 
 
 def _relayed(request: RelayRequest | PassedRequest, replica: Replica) -> dict[str, Any]:
-    changes: dict[str, Any] = {"model": replica.serving(request.adapter), "qarr": None, "provider": None}
+    changes: dict[str, Any] = {"model": request.adapter or replica.model, "qarr": None, "provider": None}
     if not replica.takes_priority:
         changes["priority"] = None
     elif request.priority is not None:

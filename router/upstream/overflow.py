@@ -32,7 +32,7 @@ from router.upstream.engine_stream import (
 from router.upstream.errors import EngineRefused, NoSlot, UpstreamError, without_trace
 from router.upstream.sse import COMPLETION_FORMAT
 from router.upstream.transport import EngineTransport
-from tiers.breaker import Breaker, BreakerOptions
+from tiers.breaker import Breaker
 from tiers.spec import OVERFLOW, TierName, TierSpec
 
 if TYPE_CHECKING:
@@ -227,14 +227,7 @@ class OverflowClient:
     def take(self, options: OverflowSettings, times: UpstreamSettings) -> None:
         """Take new settings; requests that have begun keep theirs."""
         self._options, self._times, self.name = options, times, options.shown_name
-        self._breaker = Breaker(
-            BreakerOptions(
-                times.breaker_failures,
-                times.breaker_failure_share,
-                times.breaker_pause_s,
-                times.breaker_longest_pause_s,
-            )
-        )
+        self._breaker = Breaker(times.breaker)
         self._replica = OverflowServer(self.name, TierSpec(TierName(OVERFLOW), 0, 0, options.max_in_flight, replicas=0))
 
     async def open(self, request: EngineRequest, sequences: int, sent_at: float) -> EngineAnswer:

@@ -57,8 +57,7 @@ def other(up: Up, int8: Path, engine_keys: dict[str, str], tmp_path_factory: pyt
         "QARR_ENGINE__API_KEY": engine_keys["precise"],
         "QARR_TIERS__PRECISE__REPLICAS": "1",
         "QARR_TIERS__PRECISE__DRAFT": up.tiers()["fast"]["checkpoint"],
-        "QARR_TIERS__PRECISE__DRAFT_TOKENS": "3",
-        "QARR_TIERS__PRECISE__MAX_NUM_BATCHED_TOKENS": "1024",
+        "QARR_TIERS__PRECISE__ENGINE_ARGS": '["--max-num-batched-tokens", "1024"]',
         "QARR_TIERS__PRECISE__ENV": '{"VLLM_CPU_KVCACHE_SPACE": "999"}',  # GiB, which no test machine has
     }
     with started(own, tmp_path_factory, Collector()) as running:

@@ -9,7 +9,7 @@ from classifier import PromptClass, PromptFeatures
 from router.policy.decision import Basis, Choice, Decision, Estimate, PolicyParameters, Query
 from router.policy.losses import NO_LOSS
 from router.telemetry.record import Outcome, RequestRecord, Served, Times, Tokens
-from tiers.snapshot import Expectation
+from tiers.choice import Expectation
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
 
 
@@ -19,7 +19,7 @@ def decision(tier: TierName | None = TierName.FAST, kind: PromptClass = PromptCl
     estimates = tuple(
         Estimate(
             name, "bf16", ReplicaStatus.READY, None, 1, Expectation(100.0, 20.0, 0.0, 0.0), NO_LOSS, 0.0, 0.0, 2.5, 0.0,
-            None, "", slow=False, lossy=False, unfit=False, cached=None,
+            None, "", slow=False, lossy=False, unfit=False, cached=None, meets=True,
         )
         for name in STANDARD_TIERS
     )  # fmt: skip

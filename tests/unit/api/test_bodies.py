@@ -217,7 +217,8 @@ def test_a_fleet_shows_where_engines_are_to_operators_only() -> None:
     """Addresses, processes, paths, and details that quote them; figures are for all."""
     spec = TierSpec(TierName.FAST, 2048, 8, 16, urls=("http://10.0.0.5:8000",))
     fleet = Fleet((spec,))
-    replica = fleet.add(Replica("fast-0", spec, "http://10.0.0.5:8000", "", "fake", pid=4711))
+    replica = fleet.add(Replica("fast-0", spec, "http://10.0.0.5:8000", "", "fake"))
+    replica.update(pid=4711)
     replica.mark(ReplicaStatus.FAILED, "http://10.0.0.5:8000 does not answer")
     shown = {
         inside: render_fleet(fleet.snapshot(), "m", "machine", fleet.sources, inside=inside) for inside in (True, False)

@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 import router.auth.tokens as module
 from router.api.problems import describe
+from router.auth.access import KeyStore, open_access
 from router.auth.api_keys import (
     Caller,
     IssuerAway,
@@ -30,7 +31,7 @@ from router.auth.api_keys import (
     add_key,
     set_team,
 )
-from router.auth.tokens import Access, Tokens, open_access
+from router.auth.tokens import Tokens
 from router.settings import JwtSettings, SettingsError, load_settings
 from tests.fakes.engine import serving
 from tests.imports import ROOT
@@ -245,7 +246,7 @@ async def test_keys_serve_beside_tokens(tmp_path: Path) -> None:
     set_team(keys, "shop")
     access.take(open_access(settings))
     assert [account.id for account in access.find(issuer.sign(qarr=rights)).accounts] == ["key:jwt:alice"]
-    assert Access(keys, None).find(key).name == "me"
+    assert KeyStore(keys).find(key).name == "me"
     assert open_access(settings).find(key).name == "me"
 
 
@@ -351,7 +352,7 @@ async def test_while_the_issuer_is_away_tokens_are_asked_for_again(tmp_path: Pat
     async with issuing() as (issuer, url):
         issuer.status = 500
         tokens = Tokens(settings_of(url), clock)
-        access = Access(tmp_path / "none.json", tokens)
+        access = KeyStore(tmp_path / "none.json", tokens)
         for in_force in (False, True):
             await tokens.renew()
             with pytest.raises(IssuerAway) as away:

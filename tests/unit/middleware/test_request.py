@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from router.api.asgi import body_message, context_of, start_message
-from router.auth.api_keys import KeyStore, add_key
+from router.auth.access import KeyStore
+from router.auth.api_keys import add_key
 from router.lifecycle import ServerPhase, ServerState
 from router.middleware.request import RequestMiddleware
 from router.telemetry.tracing import Telemetry

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from classifier import EstimatingCounter
+from router.accounting.charging import Charging
+from router.accounting.ledgers import MemoryLedger
+from router.accounting.reservations import Reservations
 from router.auth.api_keys import Caller, Quota
-from router.auth.budget_ledger import MemoryLedger
 from router.auth.quota import OverQuota, Quotas
-from router.auth.spending import Spending
 from router.lifecycle import ServerState
 from router.pipeline.admission import Admission
-from router.pipeline.charging import Charging
 from router.pipeline.failover import Failover
 from router.pipeline.overflow import Overflow
 from router.pipeline.pipeline import Pipeline
@@ -169,9 +169,7 @@ async def line(
             counter=EstimatingCounter(),
             policy=stack.policy,
             quotas=Quotas(),
-            charging=Charging(
-                Spending(MemoryLedger(), currency="USD", priced=False), stack.fleet, stack.policy, {}, None
-            ),
+            charging=Charging(Reservations(MemoryLedger(), settings.budgets), stack.fleet, stack.policy, {}),
             admission=Admission(stack.fleet, stack.policy, settings.admission),
             failover=Failover(*parts, settings.upstream.attempts, 256),
             overflow=Overflow(
@@ -182,7 +180,6 @@ async def line(
             telemetry=stack.telemetry,
             prompt_observer=Prompts(noted),
             answer_observer=Answers(noted),
-            on_request=noted.request,
         )
         yield Line(pipeline, stack, noted)
         if decisions is not None:
@@ -192,6 +189,7 @@ async def line(
 async def test_a_decision_that_is_served_is_told_to_observers(tmp_path: Path) -> None:
     """One that is only asked for leaves no log and no sample; of both, what measures is told first."""
     async with line(tmp_path / "log") as at:
+        at.stack.fleet.preempt = at.noted.request
         at.pipeline.decide(asked(), serve=False)
         assert at.noted == Noted(requests=1)
         decision = at.pipeline.decide(asked())

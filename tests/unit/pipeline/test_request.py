@@ -22,8 +22,7 @@ from router.pipeline.request import (
     session_of,
 )
 from router.policy.decision import PRIORITIES, Sla
-from tiers.snapshot import TemplateTokens
-from tiers.spec import TierName
+from tiers.spec import TemplateTokens, TierName
 
 if TYPE_CHECKING:
     from router.policy.decision import Decision

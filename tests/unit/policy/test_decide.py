@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from classifier import PromptClass, PromptFeatures
 from classifier.kinds import Complexity
@@ -14,9 +15,9 @@ from router.policy.decide import decide, fallbacks, successors
 from router.policy.decision import Basis, PolicyParameters, Query, Refusal, Sla
 from router.policy.explain import CHOSEN, verdict, verdicts
 from router.policy.losses import ExpectedLoss
-from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
-from tiers.spec import STANDARD_TIERS, Draft, ReplicaStatus, TierName, TierSpec
-from tiers.speed import Load, SpeedModel, Trend
+from tiers.snapshot import FleetSnapshot, ReplicaState, TierSnapshot, Trends
+from tiers.spec import STANDARD_TIERS, Draft, ReplicaStatus, TemplateTokens, TierName, TierSpec
+from tiers.speed import STEADY, Load, SpeedModel, Trend
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 PLAIN = {PromptClass.CHAT, PromptClass.WRITING}
@@ -64,11 +65,11 @@ def fleet(
         speed = (speeds or {}).get(name)
         load = (loads or {}).get(name, Load(busy))
         trend = Trend(0.0, speed.ttft_spread**2 if speed else 0.0, 0.0)
-        replica = ReplicaSnapshot(
-            f"{name}-0", "u", None, state, None, load.sequences, load.prompt_tokens, load.output_tokens, 0, 0, None, load,
-            speed, trend, trend,
+        replica = ReplicaState(
+            f"{name}-0", "u", status=state, in_flight=load.sequences, slots=load.sequences, prompt_tokens=load.prompt_tokens,
+            load=load, speed=speed, trends=Trends(trend, trend),
         )  # fmt: skip
-        tiers.append(TierSnapshot(TierSpec(name, LENGTHS[name], 16, 32), (replica,)))
+        tiers.append(TierSnapshot(TierSpec(name, LENGTHS[name], 16, 32), (replica,), (load.output_tokens,)))
     return FleetSnapshot(tuple(tiers), TemplateTokens())
 
 
@@ -101,26 +102,32 @@ def test_context_must_fit(tokens: int, tier: TierName | None) -> None:
 def test_what_a_draft_forbids_goes_to_tiers_without_one() -> None:
     """Neither first nor as a fallback to one that has a draft; only where all have one is it refused, by name."""
     given = fleet()
-    drafting = replace(given.tiers[0], spec=replace(given.tiers[0].spec, draft=Draft("ngram", 4)))
-    some = replace(given, tiers=(drafting, *given.tiers[1:]))
+    drafting = structs.replace(given.tiers[0], spec=replace(given.tiers[0].spec, draft=Draft("ngram", 4)))
+    some = structs.replace(given, tiers=(drafting, *given.tiers[1:]))
     assert decide(query(), some, TABLE).tier is FAST
     decision = decide(query(undraftable="min_p"), some, TABLE)
     assert (decision.tier, FAST in fallbacks(decision)) == (BALANCED, False)
     assert verdicts(decision)[0].verdict == "has a draft, with which vLLM takes no min_p"
-    every = replace(given, tiers=tuple(replace(t, spec=replace(t.spec, draft=Draft("ngram", 4))) for t in given.tiers))
+    every = structs.replace(
+        given, tiers=tuple(structs.replace(t, spec=replace(t.spec, draft=Draft("ngram", 4))) for t in given.tiers)
+    )
     refused = decide(query(undraftable="min_p and logit_bias"), every, TABLE)
     assert (refused.tier, refused.refusal) == (None, Refusal.UNSUPPORTED)
     assert "min_p and logit_bias" in refused.reason
-    absent = replace(every.tiers[1], spec=replace(every.tiers[1].spec, replicas=0), replicas=())
-    refused = decide(query(undraftable="min_p"), replace(every, tiers=(every.tiers[0], absent, every.tiers[2])), TABLE)
+    absent = structs.replace(
+        every.tiers[1], spec=replace(every.tiers[1].spec, replicas=0), replicas=(), output_tokens=()
+    )
+    refused = decide(
+        query(undraftable="min_p"), structs.replace(every, tiers=(every.tiers[0], absent, every.tiers[2])), TABLE
+    )
     assert refused.refusal is Refusal.UNSUPPORTED  # a tier that is left out never becomes ready
 
 
 def test_an_adapter_keeps_a_request_to_the_tiers_that_have_it() -> None:
     """Neither another tier nor a fallback to one; a hint at another is not taken, a required one is refused."""
     given = fleet()
-    having = replace(given.tiers[1], spec=replace(given.tiers[1].spec, adapters=("support",)))
-    some = replace(given, tiers=(given.tiers[0], having, given.tiers[2]))
+    having = structs.replace(given.tiers[1], spec=replace(given.tiers[1].spec, adapters=("support",)))
+    some = structs.replace(given, tiers=(given.tiers[0], having, given.tiers[2]))
     decision = decide(query(adapter="support"), some, TABLE)
     assert (decision.tier, fallbacks(decision)) == (BALANCED, ())
     assert verdicts(decision)[0].verdict == "does not offer the adapter support"
@@ -134,8 +141,8 @@ def test_an_adapter_keeps_a_request_to_the_tiers_that_have_it() -> None:
 def test_an_adapters_loss_is_not_the_models() -> None:
     """Measured, it decides by its own; not measured, what is published does, whatever the model itself loses."""
     offered = fleet()
-    offered = replace(
-        offered, tiers=tuple(replace(t, spec=replace(t.spec, adapters=("a", "b"))) for t in offered.tiers)
+    offered = structs.replace(
+        offered, tiers=tuple(structs.replace(t, spec=replace(t.spec, adapters=("a", "b"))) for t in offered.tiers)
     )
     little, much = (losing({PromptClass.CODE: mean}, {PromptClass.CODE: mean}) for mean in (0.001, 0.4))
     table = replace(TABLE, losses=much, adapters={"a": little, "": TABLE.losses})
@@ -425,11 +432,8 @@ def test_several_answers_cost_and_take_as_much() -> None:
 
 
 def warmed(there: FleetSnapshot, cached: dict[TierName, int]) -> FleetSnapshot:
-    tiers = [
-        replace(tier, replicas=tuple(replace(r, cached_tokens=cached.get(tier.spec.name, 0)) for r in tier.replicas))
-        for tier in there.tiers
-    ]
-    return replace(there, tiers=tuple(tiers))
+    tiers = [structs.replace(tier, cached=(cached.get(tier.spec.name, 0),)) for tier in there.tiers]
+    return structs.replace(there, tiers=tuple(tiers))
 
 
 def test_a_chat_does_not_leave_a_warm_tier_for_nothing() -> None:
@@ -467,8 +471,8 @@ def test_hints_and_bounds_come_before_the_budget() -> None:
 def test_cost_follows_the_trend() -> None:
     """A tier that lately took three times as long as its speed says costs three times as much."""
     slow = fleet(speeds=MEASURED)
-    replica = replace(slow.tiers[0].replicas[0], tpot_trend=Trend(math.log(3.0), 0.01, 0.0))
-    slow = replace(slow, tiers=(replace(slow.tiers[0], replicas=(replica,)), *slow.tiers[1:]))
+    replica = structs.replace(slow.tiers[0].replicas[0], trends=Trends(STEADY, Trend(math.log(3.0), 0.01, 0.0)))
+    slow = structs.replace(slow, tiers=(structs.replace(slow.tiers[0], replicas=(replica,)), *slow.tiers[1:]))
     usual = decide(query(), fleet(speeds=MEASURED), SCARCE)
     now = decide(query(), slow, SCARCE)
     assert (usual.tier, now.tier) == (FAST, PRECISE)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import FrozenInstanceError, replace
-from statistics import NormalDist
 
 import pytest
 
 from classifier import PromptClass
 from classifier.kinds import Complexity
 from router.policy.decide import decide, fallbacks
-from router.policy.decision import PolicyParameters, Refused
+from router.policy.decision import PolicyParameters, Refused, Sla
 from router.policy.explain import CHOSEN, verdict, verdicts
 from router.policy.losses import NO_LOSS, ExpectedLoss
 from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, features, fleet, query
@@ -26,9 +25,10 @@ LOSS = ExpectedLoss(0.2, 0.1, 0.3)
 )
 def test_a_loss_rises_with_the_confidence_asked_for(confidence: float, expected: float) -> None:
     """From the mean at even odds to the interval's end; no more than all answers can get worse."""
-    z = NormalDist().inv_cdf(confidence)
-    assert LOSS.at(z) == pytest.approx(expected, abs=1e-4)
-    assert ExpectedLoss(0.6, 0.1, 0.99).at(NormalDist().inv_cdf(0.9999)) == 1.0
+    asked = query(sla=Sla(confidence=confidence))
+    for loss, worst in ((LOSS, expected), (ExpectedLoss(0.6, 0.1, 9.9), min(0.6 + (expected - 0.2) * 93, 1.0))):
+        table = PolicyParameters({FAST: {kind: dict.fromkeys(Complexity, loss) for kind in PromptClass}})
+        assert decide(asked, fleet(), table).estimate(FAST).worst == pytest.approx(worst, abs=1e-2)
 
 
 def test_a_loss_is_that_of_the_kind_and_of_others_where_the_class_is_not_sure() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec import structs
 
 from classifier import PromptClass
 from router.policy.decide import decide, fallbacks, successors
@@ -24,8 +25,8 @@ SERVED = {FAST: "awq-int4", BALANCED: "fp8 (stated)", PRECISE: "bf16"}
 
 def known(given: FleetSnapshot, **changed: str) -> FleetSnapshot:
     precisions = {**SERVED, **changed}
-    tiers = [replace(t, spec=replace(t.spec, precision=precisions[t.spec.name])) for t in given.tiers]
-    return replace(given, tiers=tuple(tiers))
+    tiers = [structs.replace(t, spec=replace(t.spec, precision=precisions[t.spec.name])) for t in given.tiers]
+    return structs.replace(given, tiers=tuple(tiers))
 
 
 @pytest.mark.parametrize(

@@ -195,13 +195,14 @@ def test_new_speeds_replace_those_of_running_replicas_and_equal_ones_do_not(tmp_
     fleet = made_fleet()
     store = PolicyStore(settings(tmp_path), fleet)
     learned = fit(FAST, 11).model
-    replica = fleet.add(Replica("fast-0", fleet.specs[0], "u", "", "m", speed=learned))
+    replica = fleet.add(Replica("fast-0", fleet.specs[0], "u", "", "m"))
+    replica.update(speed=learned)
     write(tmp_path, latency({FAST: 10}), at=2.0)
     store.take_up()
-    assert replica.speed is learned
+    assert replica.state.speed is learned
     write(tmp_path, latency({FAST: 12}), at=3.0)
     store.take_up()
-    assert replica.speed is None
+    assert replica.state.speed is None
     assert fleet.speeds[FAST].step_base_ms == 12
 
 
@@ -211,10 +212,10 @@ def test_successors_are_those_of_the_fleet_now() -> None:
     store = PolicyStore(settings(), fleet)
     assert store.successors(FAST, query()) == ()
     fast, precise = (
-        fleet.add(Replica(f"{spec.name}-0", spec, "u", "", "m", state=ReplicaStatus.READY))
+        fleet.add(Replica(f"{spec.name}-0", spec, "u", "", "m", status=ReplicaStatus.READY))
         for spec in (fleet.specs[0], fleet.specs[2])
     )
     assert store.successors(FAST, query()) == (PRECISE,)
-    precise.state = ReplicaStatus.FAILED
+    precise.mark(ReplicaStatus.FAILED)
     assert store.successors(FAST, query()) == ()
     assert store.successors(BALANCED, query()) == (fast.spec.name,)

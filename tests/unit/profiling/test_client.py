@@ -10,7 +10,7 @@ import pytest
 from router.auth.api_keys import add_key
 from router.policy.profiles import ProfileError
 from router.profiling import client as module
-from router.profiling.client import connect, first_of
+from router.profiling.client import RouterClient, first_of
 from tests.fakes.engine import ANSWER
 from tests.ports import reserved_ports
 from tests.unit.own_engines import until
@@ -32,19 +32,19 @@ def nothing() -> None:
 
 async def test_the_fleet_is_what_the_router_shows(tmp_path: Path) -> None:
     """What is not ready can be told from what is; nobody is served by now."""
-    async with router_stack(tmp_path) as stack, connect(stack.url, "") as client:
+    async with router_stack(tmp_path) as stack, RouterClient(stack.url, "") as client:
         stack.fleet.replicas[0].mark(ReplicaStatus.DRAINING)
         fleet = await client.fleet()
-        assert set(fleet.identities) == set(fleet.replicas) == set(STANDARD_TIERS) - {FAST}
+        assert set(fleet.tiers) == set(STANDARD_TIERS) - {FAST}
         assert set(fleet.checkpoints) == set(STANDARD_TIERS)
         assert fleet.checkpoints[FAST] == stack.fleet.replicas[0].url
         assert (fleet.in_flight, fleet.served, fleet.measuring, fleet.model) == (0, 0, None, "fake")
-        assert fleet.max_model_len[TierName.PRECISE] == stack.fleet.spec(TierName.PRECISE).max_model_len
+        assert fleet.tiers[TierName.PRECISE].max_model_len == stack.fleet.spec(TierName.PRECISE).max_model_len
 
 
 async def test_a_router_that_is_not_there_is_named() -> None:
     (port,) = reserved_ports()
-    async with connect(f"http://127.0.0.1:{port}", "") as client:
+    async with RouterClient(f"http://127.0.0.1:{port}", "") as client:
         with pytest.raises(ProfileError, match=rf"no router answers at http://127\.0\.0\.1:{port} \(ConnectError\)"):
             await client.fleet()
 
@@ -55,16 +55,16 @@ async def test_a_key_is_asked_for(tmp_path: Path) -> None:
     plain, admin = add_key(keys, "ci")[0], add_key(keys, "boss", admin=True)[0]
     async with router_stack(tmp_path, {"auth": {"keys_file": str(keys)}}) as stack:
         for key, why in (("", "needs a key"), (plain, "made with --admin")):
-            async with connect(stack.url, key) as client:
+            async with RouterClient(stack.url, key) as client:
                 with pytest.raises(ProfileError, match=why):
                     await client.fleet()
-        async with connect(stack.url, admin) as client:
-            assert set((await client.fleet()).identities) == set(STANDARD_TIERS)
+        async with RouterClient(stack.url, admin) as client:
+            assert set((await client.fleet()).tiers) == set(STANDARD_TIERS)
 
 
 async def test_answers_are_greedy_and_of_one_tier(tmp_path: Path) -> None:
     """Beneath everybody else's priority, whatever the body says of other things."""
-    async with router_stack(tmp_path) as stack, connect(stack.url, "") as client:
+    async with router_stack(tmp_path) as stack, RouterClient(stack.url, "") as client:
         found = await client.ask(PATH, FAST, CHAT, nothing)
         assert found["choices"][0]["message"]["content"] == "".join(ANSWER)
         (asked,) = stack.engines[FAST].requests
@@ -72,7 +72,7 @@ async def test_answers_are_greedy_and_of_one_tier(tmp_path: Path) -> None:
 
 
 async def test_a_lasting_refusal_is_an_error(tmp_path: Path) -> None:
-    async with router_stack(tmp_path) as stack, connect(stack.url, "") as client:
+    async with router_stack(tmp_path) as stack, RouterClient(stack.url, "") as client:
         stack.engines[FAST].status = 400
         with pytest.raises(ProfileError, match=r"fast answered HTTP 400: .*broken"):
             await client.ask(PATH, FAST, CHAT, nothing)
@@ -82,7 +82,7 @@ async def test_a_lasting_refusal_is_an_error(tmp_path: Path) -> None:
 
 async def test_a_passing_refusal_is_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that is away is asked again, but not for ever."""
-    async with router_stack(tmp_path) as stack, connect(stack.url, "") as client:
+    async with router_stack(tmp_path) as stack, RouterClient(stack.url, "") as client:
         replica = stack.fleet.replicas[0]
         replica.mark(ReplicaStatus.DRAINING)
         monkeypatch.setattr(module, "MAX_WAIT_S", -1.0)
@@ -92,8 +92,8 @@ async def test_a_passing_refusal_is_waited_out(tmp_path: Path, monkeypatch: pyte
 
 async def test_others_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is asked while a request of somebody else is served; it says that it waits."""
-    monkeypatch.setattr(module, "BUSY_WAIT_S", module.SHORTEST_WAIT_S)
-    async with router_stack(tmp_path) as stack, connect(stack.url, "") as client:
+    monkeypatch.setattr(module, "LOOK_S", module.SHORTEST_LOOK_S)
+    async with router_stack(tmp_path) as stack, RouterClient(stack.url, "") as client:
         lease = stack.fleet.lease(TierName.PRECISE, prompt_tokens=1, max_tokens=1)
         assert lease is not None
         waited = asyncio.Event()
@@ -106,7 +106,7 @@ async def test_others_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 async def test_an_answer_is_timed_from_its_first_token(tmp_path: Path) -> None:
     """Exactly as many tokens as asked for; what comes all at once, or is one token, has no pace."""
-    async with router_stack(tmp_path) as stack, connect(stack.url, "") as client:
+    async with router_stack(tmp_path) as stack, RouterClient(stack.url, "") as client:
         engine, begun = stack.engines[FAST], list[bool]()
         engine.delay_s = 0.01
         timed = await client.time(FAST, [1, 2, 3], 5, lambda: begun.append(True))
@@ -122,7 +122,7 @@ async def test_an_answer_is_timed_from_its_first_token(tmp_path: Path) -> None:
 
 
 async def test_an_answer_that_breaks_off_is_an_error(tmp_path: Path) -> None:
-    async with router_stack(tmp_path) as stack, connect(stack.url, "") as client:
+    async with router_stack(tmp_path) as stack, RouterClient(stack.url, "") as client:
         for engine in stack.engines.values():
             engine.error_after = 2
         with pytest.raises(ProfileError, match="fast broke an answer off"):
@@ -130,7 +130,7 @@ async def test_an_answer_that_breaks_off_is_an_error(tmp_path: Path) -> None:
 
 
 async def test_a_step_tells_whether_somebody_came(tmp_path: Path) -> None:
-    async with router_stack(tmp_path) as stack, connect(stack.url, "") as client:
+    async with router_stack(tmp_path) as stack, RouterClient(stack.url, "") as client:
 
         async def own() -> None:
             await client.time(FAST, [1], 3, nothing)

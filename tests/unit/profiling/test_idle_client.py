@@ -11,7 +11,8 @@ import pytest
 
 from router.policy.decision import PRIORITIES
 from router.policy.profiles import ProfileError
-from router.profiling import idle_client as module
+from router.profiling import client as module
+from router.profiling.client import MeasuredTier
 from router.profiling.idle_client import IdleClient
 from tests.fakes.engine import ANSWER, Behaviour, FakeEngine, serving_all
 from tests.unit.own_engines import until
@@ -39,11 +40,12 @@ class Idle:
     client: IdleClient
     fleet: Fleet
     engine: Behaviour
-    served: bool = False
+    served: int = 0
+    requests: int = 0
 
     @property
     def in_flight(self) -> int:
-        return sum(replica.in_flight for replica in self.fleet.replicas)
+        return sum(replica.state.in_flight for replica in self.fleet.replicas)
 
 
 @asynccontextmanager
@@ -56,7 +58,8 @@ async def idle(*, priorities: bool = True) -> AsyncIterator[Idle]:
         )
         replica = Replica("fast-0", fleet.spec(FAST), url, "secret", "fake", takes_priority=priorities)
         fleet.add(replica).mark(ReplicaStatus.READY)
-        found = Idle(IdleClient(fleet, "model", 0.0, lambda: found.served), fleet, engine)
+        found = Idle(IdleClient(fleet, "model", 0.0, lambda: (0, 0)), fleet, engine)
+        found.client._requests = lambda: (found.requests, found.served)
         yield found
         await found.client.aclose()
         assert found.in_flight == 0
@@ -80,22 +83,23 @@ async def test_it_asks_the_engine_itself() -> None:
 async def test_the_fleet_has_what_is_ready() -> None:
     async with idle() as one:
         fleet = await one.client.fleet()
-        assert fleet.identities == {FAST: "digest of fast"}
         assert set(fleet.checkpoints) == set(STANDARD_TIERS)
-        assert (fleet.replicas, fleet.max_num_seqs, fleet.max_model_len) == ({FAST: 1}, {FAST: 8}, {FAST: 2048})
-        assert (fleet.model, fleet.machine, fleet.in_flight, fleet.served) == ("model", "m", 0, 0)
+        assert fleet.tiers == {FAST: MeasuredTier("digest of fast", 1, 8, 2048)}
+        assert (fleet.model, fleet.machine) == ("model", "m")
 
 
 async def test_a_request_finds_the_engine_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is broken off is asked again, once; the slot is free before the cancellation has run."""
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     async with idle() as one:
+        assert one.fleet.preempt is None
         one.engine.delay_s = 60
         asking = asyncio.create_task(one.client.ask(PATH, FAST, CHAT, nothing))
         await until(lambda: one.engine.running)
         assert one.client.asking
         one.engine.delay_s = 0  # of the second try
-        one.client.give_way()
+        assert one.fleet.preempt is not None
+        one.fleet.preempt()
         assert one.in_flight == 0
         assert (await asking)["choices"]
         assert len(one.engine.requests) == 2
@@ -103,14 +107,14 @@ async def test_a_request_finds_the_engine_free(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_it_waits_while_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that are open, leases that are not its own, and engines that start: all of them go first."""
-    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
     async with idle() as one:
         lease = one.fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
         assert lease is not None
         starting = one.fleet.add(Replica("balanced-0", one.fleet.spec(BALANCED), "http://nowhere", "", "fake"))
-        one.served, waits = True, list[int]()
+        one.served, waits = 1, list[int]()
         asking = asyncio.create_task(one.client.ask(PATH, FAST, CHAT, lambda: waits.append(1)))
-        ends = (lambda: setattr(one, "served", False), lease.release, lambda: starting.mark(ReplicaStatus.READY))
+        ends = (lambda: setattr(one, "served", 0), lease.release, lambda: starting.mark(ReplicaStatus.READY))
         for end in ends:
             before = len(waits)
             await until(lambda before=before: len(waits) > before + 1)
@@ -121,22 +125,28 @@ async def test_it_waits_while_others_are_served(monkeypatch: pytest.MonkeyPatch)
 
 async def test_a_step_that_is_disturbed_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a request that comes while it runs, whether that has ended by then or not."""
-    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
     async with idle() as one:
 
         async def timed() -> None:
             await one.client.time(FAST, [1, 2], 3, nothing)
 
         async def comes_and_goes() -> None:
-            one.client.give_way()
-            await asyncio.sleep(0)
+            one.requests += 1
+
+        async def preempted() -> None:
+            one.engine.delay_s = 60
+            async with asyncio.TaskGroup() as group:
+                group.create_task(timed())
+                await until(lambda: one.engine.running)
+                one.client.preempt()
 
         async def stays() -> None:
-            one.served = True
+            one.served = 1
 
         assert await one.client.undisturbed(timed, nothing)
-        assert not await one.client.undisturbed(comes_and_goes, nothing)
-        assert not await one.client.undisturbed(stays, nothing)
+        for step in (comes_and_goes, preempted, stays):
+            assert not await one.client.undisturbed(step, nothing)
 
 
 async def test_to_be_cancelled_is_not_to_give_way() -> None:
@@ -155,16 +165,8 @@ async def test_an_answer_is_timed() -> None:
     async with idle() as one:
         begun: list[bool] = []
         timed = await one.client.time(FAST, [5, 6, 7], 4, lambda: begun.append(one.client.asking))
-        assert begun == [True]
-        assert timed.prompt_tokens == 3
+        assert (begun, timed.prompt_tokens, one.engine.requests[0]["prompt"]) == ([True], 3, [5, 6, 7])
         assert 0 < timed.ttft_ms / 1000 <= timed.ended - timed.started
-        (asked,) = one.engine.requests
-        assert (asked["prompt"], asked["max_tokens"], asked["ignore_eos"], asked["stream"]) == (
-            [5, 6, 7],
-            4,
-            True,
-            True,
-        )
 
 
 async def test_refusals_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,20 +174,18 @@ async def test_refusals_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BUSY_WAIT_S", 0.001)
     async with idle() as one:
         one.engine.status = 400
-        with pytest.raises(ProfileError, match=r"fast answered HTTP 400: .*broken"):
-            await one.client.ask(PATH, FAST, CHAT, nothing)
-        with pytest.raises(ProfileError, match="fast answered HTTP 400"):
-            await one.client.time(FAST, [1], 4, nothing)
-        with pytest.raises(ProfileError, match="balanced has no free slot"):
-            await one.client.time(BALANCED, [1], 4, nothing)
+        for asking in (one.client.ask(PATH, FAST, CHAT, nothing), one.client.time(FAST, [1], 4, nothing)):
+            with pytest.raises(ProfileError, match=r"fast answered HTTP 400: .*broken"):
+                await asking
         one.engine.status = 503
-        asking = asyncio.create_task(one.client.ask(PATH, FAST, CHAT, nothing))
+        passing = asyncio.create_task(one.client.ask(PATH, FAST, CHAT, nothing))
         await until(lambda: len(one.engine.requests) > 4)
         one.engine.status = 200
-        assert (await asking)["choices"]
+        assert (await passing)["choices"]
         monkeypatch.setattr(module, "MAX_WAIT_S", 0.0)
-        with pytest.raises(ProfileError, match="balanced has had no free slot for 0 s"):
-            await one.client.ask(PATH, BALANCED, CHAT, nothing)
+        for asking in (one.client.ask(PATH, BALANCED, CHAT, nothing), one.client.time(BALANCED, [1], 4, nothing)):
+            with pytest.raises(ProfileError, match="balanced answered HTTP 503: no slot is free"):
+                await asking
 
 
 async def test_an_engine_that_is_gone_is_named() -> None:

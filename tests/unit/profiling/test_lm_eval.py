@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LOGS = Path(__file__).with_name("lm_eval_logs")
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 DIGESTS: dict[TierName, str | None] = {FAST: "a", BALANCED: "b", PRECISE: "c"}
-FLEET = FleetState("m", "a machine", DIGESTS, DIGESTS, {}, {}, {}, 0, 0)
+FLEET = FleetState("m", "a machine", DIGESTS, {})
 USUAL = read_classes(CLASSES)
 
 

@@ -12,27 +12,26 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from router.policy.profiles import ProfileError
-from router.profiling.client import FleetState, Timed
+from router.profiling.client import Client, FleetState, MeasuredTier, Timed
 from router.profiling.measure_latency import BATCHES, LENGTHS, LatencyPlan, measure_latency
 from tiers.spec import STANDARD_TIERS, TierName
 from tiers.speed import Load, SpeedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Callable, Coroutine
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 TRUE = SpeedModel(3, 0.2, 2, 0.5, ttft_steps=1.0)
 SEQS = 8
-BY_TIER = dict.fromkeys((FAST, BALANCED), 1)
 FLEET = FleetState(
-    "m", "machine", {FAST: "f", BALANCED: "b"}, {FAST: "f", BALANCED: "b", PRECISE: "p"}, BY_TIER,
-    dict.fromkeys(BY_TIER, SEQS), dict.fromkeys(BY_TIER, 512), 0, 0,
+    "m", "machine", {FAST: "f", BALANCED: "b", PRECISE: "p"},
+    {FAST: MeasuredTier("f", 1, SEQS, 512), BALANCED: MeasuredTier("b", 1, SEQS, 512)},
 )  # fmt: skip
 
 
-@dataclass(slots=True)
-class SimulatedTiers:
+@dataclass
+class SimulatedTiers(Client):
     """Engines that take the true model's times, without taking them.
 
     Attributes:
@@ -51,8 +50,11 @@ class SimulatedTiers:
     async def fleet(self) -> FleetState:
         return self.state
 
-    async def ask(self, path: str, tier: TierName, body: Mapping[str, Any], waiting: Callable[[], None]) -> Any:
+    def _send(self, *_: object) -> Any:
         raise NotImplementedError
+
+    async def _is_quiet(self) -> bool:
+        return True
 
     async def time(self, tier: TierName, prompt: list[int], tokens: int, begun: Callable[[], None]) -> Timed:
         self.prompts.append((tier, len(prompt)))
@@ -140,9 +142,9 @@ async def test_a_disturbed_step_is_taken_again() -> None:
 @pytest.mark.parametrize(
     ("state", "tiers", "why"),
     [
-        (replace(FLEET, identities={}), (), "no tier is ready"),
+        (replace(FLEET, tiers={}), (), "no tier is ready"),
         (FLEET, (PRECISE,), "tier precise is not ready"),
-        (replace(FLEET, replicas={FAST: 2, BALANCED: 1}), (), "tier fast has 2 replicas"),
+        (replace(FLEET, tiers={FAST: MeasuredTier("f", 2, SEQS, 512)}), (), "tier fast has 2 replicas"),
     ],
 )
 async def test_what_cannot_be_measured(state: FleetState, tiers: tuple[TierName, ...], why: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from classifier import PromptClass
 from router.policy.profiles import ProfileError
-from router.profiling.client import RouterClient, connect
+from router.profiling.client import RouterClient
 from router.profiling.measure_quality import Plan, measure
 from router.profiling.tasks import Task
 from tests.unit.router_stack import Stack, router_stack
@@ -37,7 +37,7 @@ TASKS = (task("one"), task("two", **{"class": "code", "complexity": "complex"}))
 
 @asynccontextmanager
 async def connected(tmp_path: Path) -> AsyncIterator[tuple[Stack, RouterClient]]:
-    async with router_stack(tmp_path) as stack, connect(stack.url, "") as client:
+    async with router_stack(tmp_path) as stack, RouterClient(stack.url, "") as client:
         yield stack, client
 
 
@@ -159,17 +159,13 @@ async def test_what_decisions_depend_on_is_asked_first_and_the_rest_not_at_all(t
 async def test_code_is_run_only_if_that_is_asked_for(tmp_path: Path) -> None:
     """Else tasks that need it are left out, as are those that are too long for a tier."""
     ran = task("two", {"type": "runs", "test": "assert f(2) == 4"})
-    seen: list[tuple[str, str]] = []
-
-    async def runs(answer: str, test: str) -> bool:
-        seen.append((answer, test))
-        return False
-
     async with connected(tmp_path) as (stack, client):
+        for engine in stack.engines.values():
+            engine.answer = ("def f(x): return 2 * x",)
         profile = await measured(client, tmp_path, (ran, task("long " * 5000)), diagnosed=0)
         assert (profile.counts, sum(asked(stack).values())) == ((), 0)
-        await measured(client, tmp_path, (ran,), diagnosed=0, runs=runs)
-        assert seen == [("The capital of France is Paris.", "assert f(2) == 4")] * 2
+        profile = await measured(client, tmp_path, (ran,), diagnosed=0, run_code=True)
+        assert {tuple(count.flips) for count in profile.counts} == {(1, 0, 0)}
 
 
 @pytest.mark.anyio

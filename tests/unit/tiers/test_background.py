@@ -96,7 +96,7 @@ async def test_the_routers_own_loops_last(
                 count -= (await anext(lines)) == "event: fleet"
 
         await fleets(3)
-        broken = stack.fleet.add(Broken("fast-9", stack.fleet.specs[0], "u", "", "m", state=ReplicaStatus.FAILED))
+        broken = stack.fleet.add(Broken("fast-9", stack.fleet.specs[0], "u", "", "m", status=ReplicaStatus.FAILED))
         await until(lambda: "the live stream failed and starts again" in caplog.text)
         stack.fleet.remove(broken)
         await fleets(20)

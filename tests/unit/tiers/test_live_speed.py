@@ -104,18 +104,18 @@ async def test_a_profile_ends_it_and_a_restart_begins_it_anew() -> None:
     for seen in answers(100):
         replica.note_answer(seen)
     await live.look(replica)
-    assert replica.speed is not None
-    assert replica.speed.learned
+    assert replica.state.speed is not None
+    assert replica.state.speed.learned
     replica.measured(profiled := replace(TRUE, profiled=True))
     for seen in answers(100, noise=0.5):
         replica.note_answer(seen)
     await live.look(replica)
-    assert replica.speed is profiled
+    assert replica.state.speed is profiled
     replica.mark(ReplicaStatus.STARTING)
     replica.mark(ReplicaStatus.READY)
     await live.look(replica)
-    assert replica.speed is None
-    assert not replica.seen
+    assert replica.state.speed is None
+    assert not replica.answers.last
 
 
 @pytest.mark.anyio
@@ -131,7 +131,7 @@ async def test_replicas_that_were_removed_are_forgotten(monkeypatch: pytest.Monk
         replica.mark(ReplicaStatus.READY)
         for seen in answers(ENOUGH):
             replica.note_answer(seen)
-        await until(lambda r=replica: r.speed is not None)
+        await until(lambda r=replica: r.state.speed is not None)
         assert replica.id in live._answers
         fleet.remove(replica)
     await until(lambda: not live._answers)
@@ -169,7 +169,7 @@ async def test_a_router_that_is_never_idle_learns(tmp_path: Path) -> None:
             await asyncio.gather(*asking)
             learning.cancel()
         # The truth is what answers took: on a busy machine a fake engine's pauses are longer than it was told.
-        seen = own.fleet.replicas[0].seen
+        seen = own.fleet.replicas[0].answers.last
         tpot_ms, ttft_ms = median(s.tpot_ms for s in seen if s.tpot_ms), median(s.ttft_ms for s in seen)
         assert tpot_ms / 1.5 < verdict["predicted_tpot_ms"] < tpot_ms * 1.5
         assert ttft_ms / 1.5 < verdict["predicted_ttft_ms"] < ttft_ms * 1.5

@@ -1,6 +1,6 @@
 """What keys have used, by day, key, team and tier: counted after each request, written in batches, off its path.
 
-A request's row is that of its tier; what other tiers computed of it is in its charge.
+A request's row is that of its tier; what other tiers computed of it is in its cost.
 """
 
 from __future__ import annotations
@@ -9,23 +9,24 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from datetime import date
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from router.auth.budgets import periods, renews_at
-from router.policy.charge import MICRO
+from router.accounting.budgets import periods, renews_at
+from router.auth.api_keys import MICRO
+from router.telemetry.record import TierUsage
 from tiers.background import Faults
 from tiers.spec import OVERFLOW
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from router.accounting.charging import Charging
+    from router.accounting.database import Database
+    from router.accounting.ledgers import BudgetLedger
     from router.auth.api_keys import Caller
-    from router.auth.budget_ledger import BudgetLedger
-    from router.auth.database import Database
-    from router.pipeline.charging import Charging
     from router.telemetry.record import RequestRecord
 
 log = logging.getLogger(f"qarr.{__name__}")
@@ -78,14 +79,14 @@ class UsageLog:
 
     def __init__(self, database: Database, charging: Charging, now: Callable[[], float] = time.time) -> None:
         self._database, self._charging, self._now = database, charging, now
-        self._records: list[RequestRecord] = []
+        self._records: deque[RequestRecord] = deque()
         self._unwritten: dict[Row, Use] = defaultdict(Use)
         self._removed = ""  # the day on which old days were last removed
         self.observers: list[Callable[[Row, Use], None]] = []
 
     def offer(self, record: RequestRecord) -> None:
         """Take note of a request that has ended; what it cost is found out later."""
-        if record.visits or (record.served.overflow is not None and record.key_id):
+        if record.usage or (record.served.overflow is not None and record.key_id):
             self._records.append(record)
 
     async def run(self) -> None:
@@ -126,26 +127,28 @@ class UsageLog:
 
     async def _count(self) -> None:
         """Add up the records that have come, a few at a time: requests go on between them."""
-        records, self._records = self._records, []
-        for number, record in enumerate(records, 1):
-            if number % AT_ONCE == 0:
-                await asyncio.sleep(0)
-            row, use = self._used(record)
+        number = 0
+        while self._records:
+            row, use = self._used(self._records.popleft())
             self._unwritten[row] = self._unwritten[row].plus(use)
             for observe in self.observers:
                 observe(row, use)
+            number += 1
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     def _used(self, record: RequestRecord) -> tuple[Row, Use]:
-        costs, decision, visits, tokens = self._charging.tariff, record.decision, record.visits, record.tokens
+        pricing, tokens = self._charging.pricing, record.tokens
         cached = tokens.cached or 0
-        if not visits:
-            row = Row(periods(record.at).day, record.key_id, record.team, OVERFLOW)
-            return row, Use(1, tokens.prompt, cached, tokens.output)
-        charge = costs.charge(decision, visits) if record.charge is None else record.charge
-        whole = visits[-1]._replace(prompt=tokens.prompt, output=tokens.output)
-        highest = costs.at_highest(decision, (whole._replace(cached=cached),))
-        row = Row(periods(record.at).day, record.key_id, record.team, str(record.served.tier or whole.tier))
-        return row, Use(1, tokens.prompt, cached, tokens.output, *charge, *highest)
+        row = Row(periods(record.at).day, record.key_id, record.team, OVERFLOW)
+        use = Use(1, tokens.prompt, cached, tokens.output)
+        if not record.usage:
+            return row, use
+        cost = pricing.cost(record.decision, record.usage) if record.cost is None else record.cost
+        whole = TierUsage(pricing.highest, tokens.prompt, cached, tokens.output)
+        highest = pricing.cost(record.decision, (whole,))
+        row = row._replace(tier=str(record.served.tier or record.usage[-1].tier))
+        return row, Use(*use[:4], *cost, *highest)
 
 
 def _add(rows: Mapping[Row, Use], oldest: str, sql: sqlite3.Connection) -> None:

@@ -7,9 +7,10 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy.charge import FALLBACK, Charge, Tariff, Visit, tariff
+from router.accounting.charging import FALLBACK, Pricing, pricing_of
 from router.policy.decide import decide
 from router.policy.explain import verdict
+from router.telemetry.record import Cost, TierUsage
 from tests.unit.policy.test_decide import BALANCED, FAST, PRECISE, TABLE, fleet, query
 from tiers.spec import TierSpec
 from tiers.speed import SpeedModel
@@ -17,25 +18,24 @@ from tiers.speed import SpeedModel
 QUICK = SpeedModel(10.0, 0.1, 4.0, 1.0, profiled=True)
 SLOW = SpeedModel(10.0, 0.2, 12.0, 2.0, profiled=True)
 SPEEDS = {FAST: QUICK, BALANCED: SLOW, PRECISE: SLOW}
-PLAIN = Tariff({}, PRECISE)
+PLAIN = Pricing({}, PRECISE)
 DECISION = decide(query(), fleet(speeds=SPEEDS), TABLE)
 
 
-def test_a_charge_is_what_the_decision_weighs() -> None:
-    """For the tokens that were predicted, a charge is the cost on the decision's report."""
+def test_a_cost_is_what_the_decision_weighs() -> None:
+    """For the tokens that were predicted, it is the cost on the decision's report."""
     for tier in (FAST, PRECISE):
         expected = verdict(DECISION, tier).cost
         assert expected is not None
-        visit = Visit(tier, 20, 0, 100)  # the fleet expects answers at full length
-        assert abs(PLAIN.charge(DECISION, (visit,)).engine_us / 1e6 - expected) <= 0.0001
+        usage = TierUsage(tier, 20, 0, 100)  # the fleet expects answers at full length
+        assert abs(PLAIN.cost(DECISION, (usage,)).engine_us / 1e6 - expected) <= 0.0001
 
 
-def test_cached_tokens_are_free_and_visits_add_up() -> None:
+def test_cached_tokens_are_free_and_tiers_add_up() -> None:
     """One sequence on the fleet: 0.1 ms a prompt token and 5 ms an output token on the quick tier, 0.2 and 14 else."""
-    one, other = Visit(FAST, 20, 15, 3), Visit(PRECISE, 23, 0, 7)
-    assert PLAIN.charge(DECISION, (one,)) == Charge(5 * 100 + 3 * 5000, 0)
-    assert PLAIN.charge(DECISION, (one, other)) == Charge(15_500 + 23 * 200 + 7 * 14_000, 0)
-    assert PLAIN.at_highest(DECISION, (one,)) == Charge(5 * 200 + 3 * 14_000, 0)
+    one, other = TierUsage(FAST, 20, 15, 3), TierUsage(PRECISE, 23, 0, 7)
+    assert PLAIN.cost(DECISION, (one,)) == Cost(5 * 100 + 3 * 5000, 0)
+    assert PLAIN.cost(DECISION, (one, other)) == Cost(15_500 + 23 * 200 + 7 * 14_000, 0)
 
 
 def test_without_a_speed_the_fallback_counts() -> None:
@@ -43,18 +43,18 @@ def test_without_a_speed_the_fallback_counts() -> None:
     decision = decide(query(), fleet(), TABLE)
     assert decision.rate(FAST) is None
     assert (
-        PLAIN.charge(decision, (Visit(FAST, 20, 0, 3),)).engine_us == 20 * FALLBACK.prompt_us + 3 * FALLBACK.output_us
+        PLAIN.cost(decision, (TierUsage(FAST, 20, 0, 3),)).engine_us == 20 * FALLBACK.prompt_us + 3 * FALLBACK.output_us
     )
 
 
 def test_replicas_are_weighed_by_price_or_gpus() -> None:
     """A second of a replica with a quarter of the GPUs is a quarter; prices go before GPUs; money follows the weight."""
     specs = (TierSpec(FAST, 2048, 16, 32), TierSpec(PRECISE, 2048, 16, 32, tensor_parallel=4))
-    visit = Visit(FAST, 0, 0, 4)
-    assert tariff(specs, {}, None).charge(DECISION, (visit,)) == Charge(5000, 0)
-    assert tariff(specs, {FAST: 0.5}, 7.2).charge(DECISION, (visit,)) == Charge(10_000, 20)
+    usage = TierUsage(FAST, 0, 0, 4)
+    assert pricing_of(specs, {}, None).cost(DECISION, (usage,)) == Cost(5000, 0)
+    assert pricing_of(specs, {FAST: 0.5}, 7.2).cost(DECISION, (usage,)) == Cost(10_000, 20)
     absent = (*specs[:1], replace(specs[1], replicas=0))
-    assert tariff(absent, {}, None).highest is FAST
+    assert pricing_of(absent, {}, None).highest is FAST
 
 
 @given(
@@ -63,9 +63,8 @@ def test_replicas_are_weighed_by_price_or_gpus() -> None:
     output=st.integers(0, 100),
     tier=st.sampled_from((FAST, PRECISE)),
 )
-def test_no_charge_exceeds_the_most(prompt: int, cached: int, output: int, tier: str) -> None:
+def test_no_cost_exceeds_the_most(prompt: int, cached: int, output: int, tier: str) -> None:
     """Whatever of its tokens a request uses, on whichever of its tiers."""
-    most = PLAIN.most(DECISION, (FAST, PRECISE))
-    charge = PLAIN.charge(DECISION, (Visit(PRECISE if tier == PRECISE else FAST, prompt, cached, output),))
-    assert charge.at_most(most) == charge
-    assert PLAIN.cheapest(DECISION, (PRECISE, FAST)) is FAST
+    most = max(PLAIN.most(DECISION, tier) for tier in (FAST, PRECISE))
+    cost = PLAIN.cost(DECISION, (TierUsage(PRECISE if tier == PRECISE else FAST, prompt, cached, output),))
+    assert cost.at_most(most) == cost

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from router.auth.api_keys import KeyStore, add_key
-from router.auth.database import Database
+from router.accounting.database import Database
+from router.accounting.usage import Row, UsageLog, Use, read_usage
+from router.auth.access import KeyStore
+from router.auth.api_keys import add_key
 from router.monitoring.usage import LOOK_S, Labels
-from router.pipeline.usage import Row, UsageLog, Use, read_usage
 from tests.deploy.services import eventually
+from tests.unit.accounting.test_budgets import PLENTY, Shop, shop
 from tests.unit.cli.stub_router import qarr
-from tests.unit.pipeline.test_charging import PLENTY, Shop, shop
 
 if TYPE_CHECKING:
     from pathlib import Path

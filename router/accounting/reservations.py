@@ -1,4 +1,4 @@
-"""Charges requests to budgets: reserves the most that each may cost, and settles with what it used.
+"""Reserves the most that each request may cost from budgets, and settles with what it used.
 
 While the ledger cannot be reached, this process counts alone, on top of what it last knew to be used; a budget of which it
 knows nothing allows no request, unless the settings say otherwise. What requests cost meanwhile is settled once the ledger
@@ -12,79 +12,68 @@ import logging
 import secrets
 import sqlite3
 import time
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-from router.aio import end_tasks
-from router.auth.budget_ledger import MemoryLedger
-from router.auth.budgets import BudgetUnknown, Hold, NoPrice, OverBudget, bounds, periods
-from router.policy.charge import FREE, Charge
+from router.accounting.budgets import BudgetUnknown, Hold, NoPrice, OverBudget, periods
+from router.accounting.ledgers import MemoryLedger
+from router.aio import Finishing, end_tasks
 from router.redis_link import UNAVAILABLE, outage
+from router.telemetry.record import FREE
 from tiers.background import Faults
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
 
-    from router.auth.api_keys import Caller
-    from router.auth.budget_ledger import BudgetLedger
-    from router.auth.budgets import Taken, Used
+    from router.accounting.budgets import Taken, Used
+    from router.accounting.ledgers import BudgetLedger
+    from router.auth.api_keys import Account
+    from router.settings import BudgetSettings
+    from router.telemetry.record import Cost
 
 log = logging.getLogger(f"qarr.{__name__}")
 RENEW_S = 60.0
 RETRY_S = 1.0  # between tries after a failure
-HARD_STOP = 2  # times the budget, that the cheapest tier may go up to
-MOST_KNOWN = 10_000  # accounts whose use is remembered for an outage
+MOST_KNOWN = 40_000  # accounts' periods whose use is remembered for an outage
 LOST = (*UNAVAILABLE, sqlite3.Error)
 
 
 @dataclass(slots=True, eq=False)
-class BudgetGrant:
+class Reservation:
     """What an admitted request has reserved. Settle it exactly once, however the request ends."""
 
-    _spending: Spending
+    _reservations: Reservations
     hold: Hold
     _settled: bool = False
 
-    async def settle(self, used: Charge) -> Charge:
+    async def settle(self, used: Cost) -> Cost:
         """End the reservation; return what was charged: what was used, at most what was reserved."""
-        charge = used.at_most(self.hold.reserved)
+        cost = used.at_most(self.hold.reserved)
         if not self._settled:
             self._settled = True
-            await self._spending.settle(self.hold, charge)
-        return charge
+            await self._reservations.settle(self.hold, cost)
+        return cost
 
 
-class Spending:
-    """Admits requests as their callers' budgets allow; days and months are read from ``now``, in seconds since 1970."""
+class Reservations:
+    """Admits requests as budgets allow; days and months are read from ``now``, in seconds since 1970."""
 
-    def __init__(
-        self,
-        ledger: BudgetLedger,
-        *,
-        currency: str,
-        priced: bool,
-        serve_unknown: bool = False,
-        now: Callable[[], float] = time.time,
-    ) -> None:
-        self.ledger, self._currency, self._priced, self._now = ledger, currency, priced, now
-        self._serve_unknown = serve_unknown
+    def __init__(self, ledger: BudgetLedger, settings: BudgetSettings, now: Callable[[], float] = time.time) -> None:
+        self.ledger, self.settings, self._now = ledger, settings, now
         self._alone: MemoryLedger | None = None  # while the ledger does not answer
         self._back = False  # it answers again, and gets what it is owed, before anything is taken from it
         self._known: Used = {}
         self._open: dict[str, Hold] = {}
-        self._owed: dict[str, tuple[Hold, Charge]] = {}
-        self._work: set[asyncio.Task[Any]] = set()
+        self._owed: dict[str, tuple[Hold, Cost]] = {}
+        self._work = Finishing()
         self._keeper: asyncio.Task[None] | None = None
-
-    def take(self, *, currency: str, priced: bool, serve_unknown: bool) -> None:
-        self._currency, self._priced, self._serve_unknown = currency, priced, serve_unknown
 
     @property
     def notes(self) -> list[str]:
         return [] if self._alone is None else [f"{self.ledger.place}, which counts budgets, cannot be used"]
 
-    async def enter(self, caller: Caller, asked: Charge, times: int = 1) -> BudgetGrant:
+    async def enter(self, accounts: tuple[Account, ...], asked: Cost, times: int = 1) -> Reservation:
         """Reserve what a request may cost at most, in all accounts or in none; budgets count ``times`` times.
 
         Raises:
@@ -92,36 +81,26 @@ class Spending:
             NoPrice: There is a budget of money, and no price.
             BudgetUnknown: The ledger cannot be reached, and nothing is known of a budget.
         """
-        limits, now = bounds(caller.accounts, times), self._now()
-        if not self._priced and any(bound.limit.unit == "money_u" for bound in limits):
+        units = {limit.unit for account in accounts for limit in account.limits}
+        if self.settings.replica_hour is None and "money_u" in units:
             raise NoPrice("this key has a budget of money, and budgets.replica_hour, the price, is not set")
-        accounts = tuple(account.id for account in caller.accounts)
-        hold = Hold(secrets.token_hex(12), accounts, periods(now), asked)
+        now = self._now()
+        hold = Hold(secrets.token_hex(12), accounts, periods(now), asked, times)
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep())
-        # A client that leaves meanwhile must not leave its reservation behind: it is taken, then settled with nothing.
-        taking = self._start(self._take(hold, limits))
-        try:
-            taken = await asyncio.shield(taking)
-        except asyncio.CancelledError:
-            await asyncio.shield(self._start(self._undo(taking, hold)))
-            raise
+        taken = await self._work.take(self._take(hold), partial(self._undo, hold))
         if taken.denied is not None:
-            bound = limits[taken.denied]
-            used = taken.used[bound.account.id, getattr(hold.periods, bound.limit.span)]
-            unit = bound.limit.unit
-            raise OverBudget(bound, getattr(used, unit), getattr(asked, unit), now, self._currency)
-        return BudgetGrant(self, hold)
+            raise OverBudget(hold, taken, now, self.settings.currency)
+        return Reservation(self, hold)
 
-    async def settle(self, hold: Hold, charge: Charge) -> None:
+    async def settle(self, hold: Hold, cost: Cost) -> None:
         """Settle a hold, even if the caller is cancelled."""
         self._open.pop(hold.id, None)
-        self._owed[hold.id] = hold, charge
-        await asyncio.shield(self._start(self._settle(hold, charge)))
+        self._owed[hold.id] = hold, cost
+        await self._work.finish(self._settle(hold, cost))
 
     async def aclose(self) -> None:
-        while self._work:
-            await asyncio.wait(self._work)
+        await self._work.aclose()
         if self._keeper is not None:
             await end_tasks([self._keeper])
         try:
@@ -130,46 +109,38 @@ class Spending:
             log.error("charges of %d requests are lost: %s", len(self._owed), outage(error))  # noqa: TRY400
         await self.ledger.aclose()
 
-    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.ensure_future(work)
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
-        return task
-
-    async def _take(self, hold: Hold, limits: list[Any]) -> Taken:
+    async def _take(self, hold: Hold) -> Taken:
         taken: Taken | None = None
         if self._alone is None:
             try:
                 async with asyncio.timeout(self.ledger.timeout_s):
-                    taken = await self.ledger.take(hold, limits)
+                    taken = await self.ledger.take(hold)
             except LOST as error:
                 self._lose(error)
             else:
                 self._remember(taken.used)
         if taken is None:
             assert self._alone is not None
-            places = [(bound.account.id, getattr(hold.periods, bound.limit.span)) for bound in limits]
-            if not self._serve_unknown and any(place not in self._known for place in places):
+            needed = {(a.id, getattr(hold.periods, limit.span)) for a in hold.accounts for limit in a.limits}
+            if self.settings.while_unknown != "serve" and not needed <= self._known.keys():
                 raise BudgetUnknown(self.ledger.place)
-            taken = await self._alone.take(hold, limits)
+            taken = await self._alone.take(hold)
         if taken.denied is None:
             self._open[hold.id] = hold
         return taken
 
-    async def _undo(self, taking: asyncio.Task[Taken], hold: Hold) -> None:
-        with suppress(BudgetUnknown):
-            if (await taking).denied is not None:
-                return
+    async def _undo(self, hold: Hold, taken: Taken) -> None:
+        if taken.denied is None:
             await self.settle(hold, FREE)
 
-    async def _settle(self, hold: Hold, charge: Charge) -> None:
+    async def _settle(self, hold: Hold, cost: Cost) -> None:
         if self._alone is not None:
-            await self._alone.settle(hold, charge)
+            await self._alone.settle(hold, cost)
             if not self._back:  # it is settled once the ledger answers
                 return
         try:
             async with asyncio.timeout(self.ledger.timeout_s):
-                await self.ledger.settle(hold, charge)
+                await self.ledger.settle(hold, cost)
         except LOST as error:
             self._lose(error)
         else:
@@ -177,8 +148,8 @@ class Spending:
 
     def _remember(self, used: Used) -> None:
         self._known |= used
-        if len(self._known) > 4 * MOST_KNOWN:
-            for place in list(self._known)[: 2 * MOST_KNOWN]:
+        if len(self._known) > MOST_KNOWN:
+            for place in list(self._known)[: MOST_KNOWN // 2]:
                 del self._known[place]
 
     def _lose(self, error: BaseException) -> None:
@@ -193,15 +164,14 @@ class Spending:
         while True:
             await asyncio.sleep(RETRY_S)
             try:
-                if self._alone is not None:
+                if self._alone is not None or time.monotonic() - renewed >= RENEW_S:
                     await self.ledger.renew(list(self._open.values()))
+                    renewed = time.monotonic()
+                if self._alone is not None:
                     self._back = True
                     await self._pay()
                     self._alone, self._back = None, False
                     log.info("the ledger of budgets answers again")
-                if time.monotonic() - renewed >= RENEW_S:
-                    await self.ledger.renew(list(self._open.values()))
-                    renewed = time.monotonic()
             except LOST as error:
                 self._lose(error)
             except Exception as error:  # noqa: BLE001  whatever it is, reservations must still be renewed
@@ -209,6 +179,6 @@ class Spending:
 
     async def _pay(self) -> None:
         """Settle what could not be settled; what is settled meanwhile settles itself."""
-        for hold, charge in list(self._owed.values()):
-            await self.ledger.settle(hold, charge)
+        for hold, cost in list(self._owed.values()):
+            await self.ledger.settle(hold, cost)
             self._owed.pop(hold.id, None)

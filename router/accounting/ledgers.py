@@ -10,15 +10,19 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from router.auth.budgets import Bound, Hold, Span, Taken, Unit, Used, first_broken
-from router.policy.charge import Charge
+from router.accounting.budgets import Hold, Taken, Used
+from router.auth.api_keys import Account
 from router.redis_link import REDIS_TIMEOUT_S, connect
+from router.telemetry.record import FREE, Cost
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
-    from router.auth.database import Database
+    from router.accounting.budgets import Periods
+    from router.accounting.database import Database
+    from router.auth.api_keys import Span, Unit
+    from router.settings import Settings
 
 LEASE_S = 180.0  # after which the reservation of a dead router is free again
 SETTLED_KEPT_S = 86_400  # for which a repeated settlement is known
@@ -37,34 +41,32 @@ class MemoryLedger:
     timeout_s = 2.0
     place = "memory"
 
-    def __init__(self, known: Mapping[tuple[str, str], Charge] | None = None) -> None:
-        self._spent: Used = defaultdict(Charge, known or {})
+    def __init__(self, known: Mapping[tuple[str, str], Cost] | None = None) -> None:
+        self._spent: Used = defaultdict(Cost, known or {})
         self._holds: dict[str, Hold] = {}
 
-    async def take(self, hold: Hold, bounds: Sequence[Bound]) -> Taken:
-        """Reserve what a hold asks for if that breaks no bound."""
-        used = await self.used(hold.accounts, hold.periods)
-        denied = first_broken(bounds, used, hold)
+    async def take(self, hold: Hold) -> Taken:
+        """Reserve what a hold asks for if that breaks no limit."""
+        used = await self.used([account.id for account in hold.accounts], hold.periods)
+        denied = hold.broken(used)
         if denied is None:
             self._holds[hold.id] = hold
         return Taken(used, denied)
 
-    async def settle(self, hold: Hold, charge: Charge) -> None:
+    async def settle(self, hold: Hold, cost: Cost) -> None:
         """End a reservation, and count what was used instead."""
         if self._holds.pop(hold.id, None) is not None:
-            for key in _places(hold):
-                self._spent[key] = self._spent[key].plus(charge)
+            for place in hold.places:
+                self._spent[place] = self._spent[place].plus(cost)
 
     async def renew(self, holds: Iterable[Hold]) -> None:
         """Extend the leases of reservations; here nothing has a lease."""
 
-    async def used(self, accounts: Iterable[str], periods: Iterable[str]) -> Used:
-        named = list(periods)
-        used = {(account, period): self._spent[account, period] for account in accounts for period in named}
+    async def used(self, accounts: Iterable[str], periods: Periods) -> Used:
+        used = {(account, period): self._spent[account, period] for account in accounts for period in periods}
         for hold in self._holds.values():
-            for key in _places(hold):
-                if key in used:
-                    used[key] = used[key].plus(hold.reserved)
+            for place in used.keys() & hold.places:
+                used[place] = used[place].plus(hold.reserved)
         return used
 
     async def aclose(self) -> None:
@@ -80,34 +82,36 @@ class SqliteLedger:
         self._database, self._now = database, now
         self.place = f"the file {database.path}"
 
-    async def take(self, hold: Hold, bounds: Sequence[Bound]) -> Taken:
+    async def take(self, hold: Hold) -> Taken:
+        ids = [account.id for account in hold.accounts]
+
         def work(sql: sqlite3.Connection) -> Taken:
             now = self._now()
-            used = _used(sql, hold.accounts, hold.periods, now)
-            denied = first_broken(bounds, used, hold)
+            used = _used(sql, ids, hold.periods, now)
+            denied = hold.broken(used)
             if denied is None:
-                rows = [(account, hold.id, *hold.periods, *hold.reserved, now + LEASE_S) for account in hold.accounts]
+                rows = [(account, hold.id, *hold.periods, *hold.reserved, now + LEASE_S) for account in ids]
                 sql.executemany("INSERT INTO held VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
             return Taken(used, denied)
 
         return await self._database.change(work)
 
-    async def settle(self, hold: Hold, charge: Charge) -> None:
+    async def settle(self, hold: Hold, cost: Cost) -> None:
         def work(sql: sqlite3.Connection) -> None:
             if not sql.execute("INSERT OR IGNORE INTO settled VALUES (?, ?)", (hold.id, self._now())).rowcount:
                 return
-            sql.executemany("DELETE FROM held WHERE account = ? AND id = ?", [(a, hold.id) for a in hold.accounts])
+            sql.executemany("DELETE FROM held WHERE account = ? AND id = ?", [(a.id, hold.id) for a in hold.accounts])
             sql.executemany(
                 "INSERT INTO spent VALUES (?, ?, ?, ?) ON CONFLICT (account, period) DO UPDATE SET "
                 "engine_us = engine_us + excluded.engine_us, money_u = money_u + excluded.money_u",
-                [(*place, *charge) for place in _places(hold)],
+                [(*place, *cost) for place in hold.places],
             )
 
         await self._database.change(work)
 
     async def renew(self, holds: Iterable[Hold]) -> None:
         """See ``MemoryLedger``. What nobody needs any longer is removed as well."""
-        rows = [(account, hold.id) for hold in holds for account in hold.accounts]
+        rows = [(account.id, hold.id) for hold in holds for account in hold.accounts]
 
         def work(sql: sqlite3.Connection) -> None:
             now = self._now()
@@ -120,38 +124,31 @@ class SqliteLedger:
 
         await self._database.change(work)
 
-    async def used(self, accounts: Iterable[str], periods: Iterable[str]) -> Used:
-        asked = list(accounts), list(periods)
-        return await self._database.change(lambda sql: _used(sql, *asked, self._now()))
+    async def used(self, accounts: Iterable[str], periods: Periods) -> Used:
+        asked = list(accounts)
+        return await self._database.change(lambda sql: _used(sql, asked, periods, self._now()))
 
     async def aclose(self) -> None:
         """See ``MemoryLedger``: the file is closed by who opened it."""
 
 
-def _used(sql: sqlite3.Connection, accounts: Iterable[str], periods: Iterable[str], now: float) -> Used:
-    named, used = list(periods), Used()
-    for account in accounts:
-        there: Used = {(account, period): Charge() for period in named}
-        query = "SELECT period, engine_us, money_u FROM spent WHERE account = ?"
-        spent = sql.execute(query, (account,)).fetchall()
-        query = "SELECT day, month, engine_us, money_u FROM held WHERE account = ? AND ends >= ?"
-        held = sql.execute(query, (account, now)).fetchall()
-        rows = [(period, row[2:]) for row in held for period in row[:2]]
-        for period, amounts in [*((row[0], row[1:]) for row in spent), *rows]:
-            if (account, period) in there:
-                there[account, period] = there[account, period].plus(Charge(*amounts))
-        used |= there
-    return used
+def _used(sql: sqlite3.Connection, accounts: Iterable[str], periods: Periods, now: float) -> Used:
+    query = (
+        "SELECT coalesce(sum(engine_us), 0), coalesce(sum(money_u), 0) FROM ("
+        "SELECT engine_us, money_u FROM spent WHERE account = :account AND period = :period UNION ALL "
+        "SELECT engine_us, money_u FROM held WHERE account = :account AND ends >= :now AND :period IN (day, month))"
+    )
+    places = [(account, period) for account in accounts for period in periods]
+    return {
+        place: Cost(*sql.execute(query, {"account": place[0], "period": place[1], "now": now}).fetchone())
+        for place in places
+    }
 
 
-def _places(hold: Hold) -> list[tuple[str, str]]:
-    return [(account, period) for account in hold.accounts for period in hold.periods]
-
-
-# KEYS: the settlement's mark, then for each account the day's and the month's charges, reservations, and their ends.
-# ARGV: id, engine and money asked for, day, month, lease, then for each account four limits (-1: none): engine and money of
-# the day, of the month. Answers the number of the limit that would be broken (0: none), then for each account what was used
-# of each. Leases are by Redis' clock.
+# KEYS: the settlement's mark, then for each account the day's and the month's costs, reservations, and their ends.
+# ARGV: id (empty: only look), engine and money asked for, day, month, lease, then for each account four limits (-1: none):
+# engine and money of the day, of the month. Answers the number of the limit that would be broken (0: none), then for each
+# account what was used of each. Leases are by Redis' clock.
 _TAKE = """
 local id, engine, money, day, month = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], ARGV[5]
 local time = redis.call('TIME')
@@ -183,7 +180,7 @@ for n = 0, count - 1 do
   end
 end
 answer[1] = denied
-if denied == 0 and redis.call('EXISTS', KEYS[1]) == 0 then
+if id ~= '' and denied == 0 and redis.call('EXISTS', KEYS[1]) == 0 then
   for n = 0, count - 1 do
     redis.call('HSET', KEYS[4 + 4 * n], id, ARGV[2] .. ' ' .. ARGV[3] .. ' ' .. day .. ' ' .. month)
     redis.call('ZADD', KEYS[5 + 4 * n], ends, id)
@@ -191,7 +188,7 @@ if denied == 0 and redis.call('EXISTS', KEYS[1]) == 0 then
 end
 return answer
 """
-# KEYS: as above. ARGV: id, engine and money used, for how long the mark and the charges are kept.
+# KEYS: as above. ARGV: id, engine and money used, for how long the mark and the costs are kept.
 _SETTLE = """
 if not redis.call('SET', KEYS[1], '', 'NX', 'EX', ARGV[4]) then return end
 for n = 0, (#KEYS - 1) / 4 - 1 do
@@ -230,51 +227,33 @@ class RedisLedger:
         self._take, self._settle = self._redis.register_script(_TAKE), self._redis.register_script(_SETTLE)
         self._renew = self._redis.register_script(_RENEW)
 
-    async def take(self, hold: Hold, bounds: Sequence[Bound]) -> Taken:
-        places = [(bound.account.id, bound.limit.span, bound.limit.unit) for bound in bounds]
-        most = dict(zip(places, (bound.amount for bound in bounds), strict=True))
-        limits = [most.get((account, *which), -1) for account in hold.accounts for which in _ORDER]
+    async def take(self, hold: Hold) -> Taken:
+        most = {(a.id, limit[0], limit[1]): limit.amount * hold.times for a in hold.accounts for limit in a.limits}
+        limits = [most.get((account.id, span, unit), -1) for account in hold.accounts for span, unit in _ORDER]
         args = [hold.id, *hold.reserved, *hold.periods, LEASE_S, *limits]
         denied, *told = await self._take(keys=_names(hold), args=args)
-        numbers, used = [int(number) for number in told], Used()
-        for n, account in enumerate(hold.accounts):
-            day, month = Charge(*numbers[4 * n : 4 * n + 2]), Charge(*numbers[4 * n + 2 : 4 * n + 4])
-            used |= {(account, hold.periods.day): day, (account, hold.periods.month): month}
+        pairs = zip(map(int, told[::2]), map(int, told[1::2]), strict=True)
+        used = {place: Cost(*pair) for place, pair in zip(hold.places, pairs, strict=True)}
         if not denied:
             return Taken(used, None)
         account, which = hold.accounts[(denied - 1) // 4], _ORDER[(denied - 1) % 4]
-        return Taken(used, places.index((account, *which)))
+        return Taken(used, next((account, limit) for limit in account.limits if limit[:2] == which))
 
-    async def settle(self, hold: Hold, charge: Charge) -> None:
-        await self._settle(keys=_names(hold), args=[hold.id, *charge, SETTLED_KEPT_S, SPENT_KEPT_S])
+    async def settle(self, hold: Hold, cost: Cost) -> None:
+        await self._settle(keys=_names(hold), args=[hold.id, *cost, SETTLED_KEPT_S, SPENT_KEPT_S])
 
     async def renew(self, holds: Iterable[Hold]) -> None:
         ids: dict[str, list[str]] = defaultdict(list)
         for hold in holds:
             for account in hold.accounts:
-                ids[account].append(hold.id)
-        for account, held in ids.items():
-            await self._renew(keys=[_name("ends", account)], args=[LEASE_S, *held])
+                ids[account.id].append(hold.id)
+        for name, held in ids.items():
+            await self._renew(keys=[_name("ends", name)], args=[LEASE_S, *held])
 
-    async def used(self, accounts: Iterable[str], periods: Iterable[str]) -> Used:
-        used, named = Used(), list(periods)
-        seconds, microseconds = await self._redis.time()
-        now = seconds + microseconds / 1e6
+    async def used(self, accounts: Iterable[str], periods: Periods) -> Used:
+        used = Used()
         for account in accounts:
-            # In one transaction: what is settled meanwhile would else be counted as held and as spent.
-            async with self._redis.pipeline(transaction=True) as reads:
-                reads.zrangebyscore(_name("ends", account), now, "inf")
-                reads.hgetall(_name("held", account))
-                for period in named:
-                    reads.hmget(_name("spent", account, period), "engine_us", "money_u")
-                living, held, *charges = await reads.execute()
-            for period, spent in zip(named, charges, strict=True):
-                total = Charge(*(int(amount or 0) for amount in spent))
-                for name, value in held.items():
-                    engine, money, *of = value.split(" ")
-                    if name in living and period in of:
-                        total = total.plus(Charge(int(engine), int(money)))
-                used[account, period] = total
+            used |= (await self.take(Hold("", (Account(account, "", ()),), periods, FREE))).used
         return used
 
     async def aclose(self) -> None:
@@ -289,9 +268,15 @@ def _name(*parts: str) -> str:
 def _names(hold: Hold) -> list[str]:
     found = [_name("settled", hold.id)]
     for account in hold.accounts:
-        found += [_name("spent", account, period) for period in hold.periods]
-        found += [_name("held", account), _name("ends", account)]
+        found += [_name("spent", account.id, period) for period in hold.periods]
+        found += [_name("held", account.id), _name("ends", account.id)]
     return found
 
 
 BudgetLedger = MemoryLedger | SqliteLedger | RedisLedger
+
+
+def ledger_of(settings: Settings, database: Database) -> BudgetLedger:
+    """Return where budgets are counted: in Redis if routers share one, else in the file."""
+    redis_url = settings.state.redis_url.get_secret_value()
+    return RedisLedger(redis_url) if redis_url else SqliteLedger(database)

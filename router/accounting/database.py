@@ -58,27 +58,35 @@ class Database:
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "qarr-usage")
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, self.change_now, work))
-
-    def change_now(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Do as ``change`` in this thread, which is the only one that uses this object."""
-        try:
-            if self._connection is None:
-                self._connection = self._open()
-            with self._turn():
-                found = _changed(self._connection, work)
-        except (sqlite3.Error, OSError) as error:
-            self.fault = str(error)
-            self.close()  # the file may be replaced by a sound one
-            raise
-        self.fault = ""
-        return found
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, self._change, work))
 
     async def aclose(self) -> None:
         if self._thread is not None:
             await asyncio.get_running_loop().run_in_executor(self._thread, self.close)
             self._thread.shutdown()
             self._thread = None
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _change(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        try:
+            if self._connection is None:
+                self._connection = self._open()
+            with self._turn(), self._connection as transaction:
+                transaction.execute("BEGIN IMMEDIATE")
+                found = work(transaction)
+        except (sqlite3.Error, OSError) as error:
+            self.fault = str(error)
+            self.close()  # the file may be replaced by a sound one
+            raise
+        self.fault = ""
+        return found
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -89,14 +97,6 @@ class Database:
             yield
         finally:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
     def _open(self) -> sqlite3.Connection:
         make_private_folder(self.path.parent)
@@ -113,15 +113,3 @@ class Database:
             connection.close()
             raise
         return connection
-
-
-def _changed(connection: sqlite3.Connection, work: Callable[[sqlite3.Connection], T]) -> T:
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        found = work(connection)
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
-    return found

@@ -15,21 +15,22 @@ from typing import TYPE_CHECKING
 import pytest
 from redis.asyncio import Redis
 
-from router.auth.api_keys import Caller
-from router.auth.budget_ledger import LEASE_S, MemoryLedger, RedisLedger, SqliteLedger
-from router.auth.budgets import Account, Budget, BudgetUnknown, NoPrice, OverBudget, periods, renews_at
-from router.auth.database import Database
-from router.auth.spending import BudgetGrant, Spending
-from router.policy.charge import Charge
-from tests.unit.auth.test_budget_ledger import DAY, Clock
+from router.accounting.budgets import BudgetUnknown, NoPrice, OverBudget, periods, renews_at
+from router.accounting.database import Database
+from router.accounting.ledgers import LEASE_S, MemoryLedger, RedisLedger, SqliteLedger
+from router.accounting.reservations import Reservation, Reservations
+from router.auth.api_keys import Account, Budget, Caller
+from router.settings import BudgetSettings
+from router.telemetry.record import Cost
+from tests.unit.accounting.test_ledgers import DAY, Clock
 from tests.unit.own_engines import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from router.auth.budget_ledger import BudgetLedger
-    from router.auth.budgets import Bound, Hold, Taken
+    from router.accounting.budgets import Hold, Taken
+    from router.accounting.ledgers import BudgetLedger
     from tests.conftest import RedisServer
 
 pytestmark = pytest.mark.anyio
@@ -44,17 +45,18 @@ def caller(**budget: float) -> Caller:
 @asynccontextmanager
 async def spending(
     ledger: BudgetLedger, clock: Clock | None = None, *, priced: bool = True, serve_unknown: bool = False
-) -> AsyncIterator[Spending]:
-    spends = Spending(ledger, currency="EUR", priced=priced, serve_unknown=serve_unknown, now=clock or Clock())
+) -> AsyncIterator[Reservations]:
+    given = {"replica_hour": 1 if priced else None, "while_unknown": "serve" if serve_unknown else "refuse"}
+    spends = Reservations(ledger, BudgetSettings.model_validate(given), clock or Clock())
     try:
         yield spends
     finally:
         await spends.aclose()
 
 
-async def enters(spends: Spending, who: Caller, engine: int) -> BudgetGrant | None:
+async def enters(spends: Reservations, who: Caller, engine: int) -> Reservation | None:
     try:
-        return await spends.enter(who, Charge(engine, 0))
+        return await spends.enter(who.accounts, Cost(engine, 0))
     except OverBudget:
         return None
 
@@ -66,21 +68,21 @@ async def test_months_and_days_roll_over() -> None:
         first = await enters(spends, who, 10)
         assert first is not None
         with pytest.raises(OverBudget, match=r"0\.00001 engine-seconds a day") as over:
-            await spends.enter(who, Charge(1, 0))
+            await spends.enter(who.accounts, Cost(1, 0))
         assert (over.value.retry_after_s, str(over.value.renews)) == (12 * 3600, "2026-12-01 00:00:00+00:00")
         clock.now += 12 * 3600 + 1
         second = await enters(spends, who, 10)
         assert second is not None
-        await first.settle(Charge(8, 0))
+        await first.settle(Cost(8, 0))
         assert await enters(spends, who, 1) is None
         clock.now += 86_400
         third = await enters(spends, who, 5)
         assert third is not None
         with pytest.raises(OverBudget, match="a month") as over:
-            await spends.enter(who, Charge(1, 0))
+            await spends.enter(who.accounts, Cost(1, 0))
         assert str(over.value.renews) == "2027-01-01 00:00:00+00:00"
-        used = await spends.ledger.used([who.accounts[0].id], ["2026-11", "2026-11-30", "2026-12"])
-        assert [charge.engine_us for charge in used.values()] == [8, 8, 15]
+        one, other = [await spends.ledger.used([who.accounts[0].id], periods(at)) for at in (NOON, NOON + 86_400)]
+        assert [used.engine_us for used in (*one.values(), *other.values())] == [8, 8, 10, 15]
 
 
 @pytest.mark.parametrize(
@@ -100,13 +102,13 @@ async def test_a_charge_is_at_most_what_was_reserved() -> None:
     async with spending(MemoryLedger()) as spends:
         grant = await enters(spends, who, 10)
         assert grant is not None
-        assert await grant.settle(Charge(25, 3)) == Charge(10, 0)
+        assert await grant.settle(Cost(25, 3)) == Cost(10, 0)
 
 
 async def test_money_without_a_price_is_refused() -> None:
     async with spending(MemoryLedger(), priced=False) as spends:
         with pytest.raises(NoPrice, match=r"budgets\.replica_hour"):
-            await spends.enter(caller(money_per_day=1), Charge(1, 0))
+            await spends.enter(caller(money_per_day=1).accounts, Cost(1, 0))
 
 
 class SlowLedger(MemoryLedger):
@@ -116,17 +118,17 @@ class SlowLedger(MemoryLedger):
         super().__init__()
         self.asked, self.go = asyncio.Event(), asyncio.Event()
 
-    async def take(self, hold: Hold, bounds: Sequence[Bound]) -> Taken:
+    async def take(self, hold: Hold) -> Taken:
         self.asked.set()
         await self.go.wait()
-        return await super().take(hold, bounds)
+        return await super().take(hold)
 
 
 async def test_a_client_that_leaves_leaves_no_reservation() -> None:
     """Cancelled while the ledger is asked, a request gives back what it then gets."""
     who, ledger = caller(engine_seconds_per_day=10e-6), SlowLedger()
     async with spending(ledger) as spends:
-        asking = asyncio.create_task(spends.enter(who, Charge(10, 0)))
+        asking = asyncio.create_task(spends.enter(who.accounts, Cost(10, 0)))
         await ledger.asked.wait()
         asking.cancel()
         ledger.go.set()
@@ -142,18 +144,18 @@ async def test_while_redis_is_away_one_router_counts_alone(own_redis: RedisServe
         before, open_ = await enters(spends, who, 4), await enters(spends, who, 2)
         assert before is not None
         assert open_ is not None
-        await before.settle(Charge(3, 0))
+        await before.settle(Cost(3, 0))
         assert (await enters(spends, who, 8)) is None  # it knows of 5
         own_redis.pause()
         alone = await enters(spends, who, 4)
         assert alone is not None
         assert await enters(spends, who, 2) is None
-        await alone.settle(Charge(2, 0))
-        await open_.settle(Charge(1, 0))
+        await alone.settle(Cost(2, 0))
+        await open_.settle(Cost(1, 0))
         own_redis.resume()
         await until(lambda: not spends._owed and spends._alone is None)
         own = who.accounts[0].id
-        assert (await spends.ledger.used([own], DAY))[own, DAY.day] == Charge(6, 0)
+        assert (await spends.ledger.used([own], DAY))[own, DAY.day] == Cost(6, 0)
 
 
 async def test_a_file_that_cannot_be_written_stops_no_request(tmp_path: Path) -> None:
@@ -171,10 +173,10 @@ async def test_a_file_that_cannot_be_written_stops_no_request(tmp_path: Path) ->
         grant = await enters(spends, who, 8)
         assert grant is not None
         assert await enters(spends, who, 8) is None
-        await grant.settle(Charge(6, 0))
+        await grant.settle(Cost(6, 0))
         folder.unlink()
     own = who.accounts[0].id
-    assert (await SqliteLedger(database, clock).used([own], DAY))[own, DAY.day] == Charge(6, 0)
+    assert (await SqliteLedger(database, clock).used([own], DAY))[own, DAY.day] == Cost(6, 0)
     assert (database.fault, spends.notes) == ("", [f"the file {database.path}, which counts budgets, cannot be used"])
     await database.aclose()
 
@@ -186,7 +188,7 @@ async def test_a_damaged_file_gives_no_budget_anew(tmp_path: Path) -> None:
     async with spending(SqliteLedger(database), Clock()) as spends:
         grant = await enters(spends, who, 6)
         assert grant is not None
-        await grant.settle(Charge(6, 0))
+        await grant.settle(Cost(6, 0))
         assert await enters(spends, who, 6) is None
         database.close()
         sound = path.read_bytes()
@@ -203,20 +205,22 @@ async def test_a_damaged_file_gives_no_budget_anew(tmp_path: Path) -> None:
 _DIES = """
 import asyncio, sys
 from pathlib import Path
-from router.auth.budget_ledger import RedisLedger, SqliteLedger
-from router.auth.database import Database
-from router.auth.budgets import BudgetUnknown, Account, Budget, Hold, Periods, bounds
-from router.policy.charge import Charge
+from router.accounting.ledgers import RedisLedger, SqliteLedger
+from router.accounting.database import Database
+from router.accounting.budgets import Hold, Periods
+from router.auth.api_keys import Account, Budget
+from router.settings import BudgetSettings
+from router.telemetry.record import Cost
 
 async def main():
     where, name = sys.argv[1:]
     ledger = RedisLedger(where) if where.startswith("redis") else SqliteLedger(Database(Path(where)))
     own = Account(name, name, Budget(engine_seconds_per_day=1).limits())
     for n in range(100):
-        hold = Hold(f"{name}-{n}", (name,), Periods("2026-11-24", "2026-11"), Charge(10_000, 0))
-        assert (await ledger.take(hold, bounds([own]))).denied is None
+        hold = Hold(f"{name}-{n}", (own,), Periods("2026-11-24", "2026-11"), Cost(10_000, 0))
+        assert (await ledger.take(hold)).denied is None
         if n % 2:
-            await ledger.settle(hold, Charge(1, 0))
+            await ledger.settle(hold, Cost(1, 0))
     print("ready", flush=True)
     await asyncio.sleep(600)
 
@@ -239,7 +243,7 @@ async def test_a_killed_router_leaves_no_reservation_for_ever(
     await process.wait()
     if kind == "redis":
         ledger: RedisLedger | SqliteLedger = RedisLedger(where)
-        assert (await ledger.used([name], DAY))[name, DAY.day] == Charge(500_050, 0)
+        assert (await ledger.used([name], DAY))[name, DAY.day] == Cost(500_050, 0)
         redis = Redis.from_url(where)
         ends = await redis.zrange(f"qarr:{{budgets}}:ends:{name}", 0, -1, withscores=True)
         assert len(ends) == 50
@@ -249,9 +253,9 @@ async def test_a_killed_router_leaves_no_reservation_for_ever(
         database, clock = Database(tmp_path / "usage.sqlite"), Clock(0)
         ledger = SqliteLedger(database, clock)
         clock.now = time.time()
-        assert (await ledger.used([name], DAY))[name, DAY.day] == Charge(500_050, 0)
+        assert (await ledger.used([name], DAY))[name, DAY.day] == Cost(500_050, 0)
         clock.now += LEASE_S
-        assert (await ledger.used([name], DAY))[name, DAY.day] == Charge(50, 0)
+        assert (await ledger.used([name], DAY))[name, DAY.day] == Cost(50, 0)
         await database.aclose()
     await ledger.aclose()
 
@@ -262,16 +266,16 @@ async def test_a_look_counts_nothing_twice(kind: str, tmp_path: Path, redis_serv
     where = redis_server.url if kind == "redis" else ""
     ledger = RedisLedger(where) if where else SqliteLedger(Database(tmp_path / "usage.sqlite"))
     who, most = caller(engine_seconds_per_day=300e-6), 0
-    account, today = who.accounts[0].id, [periods(Clock().now).day]
+    account, today = who.accounts[0].id, periods(Clock().now)
     async with spending(ledger, Clock()) as spends:
 
         async def client() -> None:
             while (grant := await enters(spends, who, 10)) is not None:
-                await grant.settle(Charge(1, 0))
+                await grant.settle(Cost(1, 0))
 
         clients = asyncio.gather(*(client() for _ in range(5)))
         while not clients.done():
-            most = max(most, (await ledger.used([account], today))[account, today[0]].engine_us)
+            most = max(most, (await ledger.used([account], today))[account, today.day].engine_us)
         await clients
-        assert 290 < (await ledger.used([account], today))[account, today[0]].engine_us <= 300
+        assert 290 < (await ledger.used([account], today))[account, today.day].engine_us <= 300
     assert 0 < most <= 300

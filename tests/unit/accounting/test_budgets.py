@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from router.auth.api_keys import add_key, read_keys, set_team
-from router.auth.budget_ledger import SqliteLedger
-from router.auth.budgets import Hold, periods
-from router.auth.database import Database
-from router.policy.charge import MICRO, Charge
-from router.telemetry.record import Outcome
+from router.accounting.budgets import Hold, periods
+from router.accounting.database import Database
+from router.accounting.ledgers import SqliteLedger
+from router.auth.api_keys import MICRO, Account, add_key, read_keys, set_team
+from router.telemetry.record import Cost, Outcome
 from tests.unit.own_engines import until
 from tests.unit.router_stack import Stack, events, router_stack
 from tiers.spec import TierName
@@ -48,12 +47,11 @@ class Shop:
         headers = {"authorization": f"Bearer {self.names[name]}"}
         return await at.client.post(at.url + path, json=asked, headers=headers)
 
-    async def spent(self, account: str) -> Charge:
+    async def spent(self, account: str) -> Cost:
         """Return what an account has spent and reserved this month, in the file, once every request has ended."""
         await ended(self.stacks)
-        month = periods(datetime.now(UTC).timestamp()).month
-        used = await SqliteLedger(self.database).used([account], [month])
-        return used[account, month]
+        now = periods(datetime.now(UTC).timestamp())
+        return (await SqliteLedger(self.database).used([account], now))[account, now.month]
 
     def account(self, name: str) -> str:
         return next(f"key:{key.id}" for key in read_keys(self.keys) if key.name == name)
@@ -100,7 +98,7 @@ async def test_a_request_is_charged_for_what_it_used(tmp_path: Path) -> None:
         assert 0 < one.money_u <= one.engine_us
         assert await at.spent("team:blue") == both
         records = at.stacks[0].pipeline.registry.recent
-        assert sum(record.charge.engine_us for record in records if record.charge is not None) == both.engine_us
+        assert sum(record.cost.engine_us for record in records if record.cost is not None) == both.engine_us
 
 
 async def test_over_budget_is_a_clear_429(tmp_path: Path) -> None:
@@ -133,12 +131,12 @@ async def test_over_budget_is_a_clear_429(tmp_path: Path) -> None:
         assert len(at.stacks[0].engines[TierName.FAST].requests) == before
         assert (await at.spent(at.account("ann"))).engine_us == MICRO - 1
         last = at.stacks[0].pipeline.registry.recent[-1]
-        assert (last.outcome, last.error, last.charge) == (Outcome.REFUSED, "over_budget", None)
+        assert (last.outcome, last.error, last.cost) == (Outcome.REFUSED, "over_budget", None)
 
 
 async def _spend(ledger: SqliteLedger, account: str, engine_us: int) -> None:
-    hold = Hold(secrets.token_hex(4), (account,), periods(datetime.now(UTC).timestamp()), Charge())
-    await ledger.settle(hold, Charge(engine_us, 0))
+    hold = Hold(secrets.token_hex(4), (Account(account, "", ()),), periods(datetime.now(UTC).timestamp()), Cost())
+    await ledger.settle(hold, Cost(engine_us, 0))
 
 
 async def test_a_request_larger_than_the_budget_never_waits(tmp_path: Path) -> None:
@@ -209,11 +207,11 @@ async def test_two_routers_never_exceed_a_budget(kind: str, tmp_path: Path, redi
         assert statuses <= {200, 429, 503}
         assert 200 in statuses
         await ended(at.stacks)
-        spending = [stack.pipeline.charging.spending for stack in at.stacks]
+        ledgers = [stack.pipeline.charging.reservations.ledger for stack in at.stacks]
         now = periods(datetime.now(UTC).timestamp())
-        used = [await each.ledger.used([at.account("ann")], now) for each in spending]
+        used = [await each.used([at.account("ann")], now) for each in ledgers]
         records = [record for stack in at.stacks for record in stack.pipeline.registry.recent]
-        charged = sum(record.charge.engine_us for record in records if record.charge is not None)
+        charged = sum(record.cost.engine_us for record in records if record.cost is not None)
         assert used[0] == used[1]
         assert {there.engine_us for there in used[0].values()} == {charged}
         assert 0 < charged <= 5 * MICRO
@@ -229,4 +227,4 @@ async def test_an_expired_key_is_a_401_that_says_so(tmp_path: Path) -> None:
 async def test_callers_without_budgets_do_not_touch_the_ledger(tmp_path: Path) -> None:
     async with shop(tmp_path, {"ann": {}}) as at:
         assert (await at.ask("ann")).status_code == 200
-        assert at.stacks[0].pipeline.charging.spending._keeper is None
+        assert at.stacks[0].pipeline.charging.reservations._keeper is None

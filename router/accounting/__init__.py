@@ -1,0 +1,1 @@
+"""What requests cost: budgets, what is charged to them, and what was used."""

@@ -1,0 +1,115 @@
+"""Budgets as values: periods, what a request reserves, and why it may not. Amounts are millionths (``MICRO``)."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
+
+from router.auth.api_keys import Account, Limit, Span, shown
+from router.telemetry.record import Cost
+
+
+class Periods(NamedTuple):
+    """The names of a day and of its month in UTC, as in 2026-11-24 and 2026-11."""
+
+    day: str
+    month: str
+
+
+def periods(at: float) -> Periods:
+    """Return those of a time in seconds since 1970."""
+    day = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d")
+    return Periods(day, day[:7])
+
+
+def renews_at(span: Span, at: float) -> datetime:
+    """Return when the day or month of a time ends."""
+    day = datetime.fromtimestamp(at, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    return day + timedelta(days=1) if span == "day" else (day.replace(day=1) + timedelta(days=32)).replace(day=1)
+
+
+Used = dict[tuple[str, str], Cost]  # by account id and period: spent and reserved
+
+
+class Hold(NamedTuple):
+    """What an open request reserves.
+
+    Attributes:
+        accounts: Those that it counts against.
+        periods: In which it began, and counts.
+        times: So many times their limits bound it.
+    """
+
+    id: str
+    accounts: tuple[Account, ...]
+    periods: Periods
+    reserved: Cost
+    times: int = 1
+
+    @property
+    def places(self) -> list[tuple[str, str]]:
+        """Where it counts: accounts' ids and periods."""
+        return [(account.id, period) for account in self.accounts for period in self.periods]
+
+    def broken(self, used: Used) -> tuple[Account, Limit] | None:
+        """Return the first limit that it would break; None: none."""
+        for account in self.accounts:
+            for limit in account.limits:
+                there = used[account.id, getattr(self.periods, limit.span)]
+                if getattr(there, limit.unit) + getattr(self.reserved, limit.unit) > limit.amount * self.times:
+                    return account, limit
+        return None
+
+
+class Taken(NamedTuple):
+    """The answer to a request for a hold.
+
+    Attributes:
+        used: Before the request, of its accounts and periods.
+        denied: The limit that it would break; None: it holds what it asked for.
+    """
+
+    used: Used
+    denied: tuple[Account, Limit] | None
+
+
+class OverBudget(Exception):
+    """A budget is used up.
+
+    Attributes:
+        account: Whose it is.
+        limit: Which of its budgets.
+        used: Millionths used and reserved.
+        renews: When it begins anew.
+        retry_after_s: Seconds until then; None: the request alone is larger than the budget.
+    """
+
+    def __init__(self, hold: Hold, taken: Taken, at: float, currency: str) -> None:
+        assert taken.denied is not None
+        self.account, self.limit = taken.denied
+        span, unit, amount = self.limit
+        self.used: int = getattr(taken.used[self.account.id, getattr(hold.periods, span)], unit)
+        asked: int = getattr(hold.reserved, unit)
+        self.text, self.renews = self.limit.text(currency), renews_at(span, at)
+        self.retry_after_s = None if asked > amount * hold.times else math.ceil(self.renews.timestamp() - at)
+        why = (
+            f"is smaller than this request alone, which may need {shown(asked)}: ask for fewer max_tokens"
+            if self.retry_after_s is None
+            else f"is used up: {shown(self.used)} are used or reserved, and this request may need {shown(asked)}; "
+            f"it renews at {self.renews:%Y-%m-%dT%H:%M:%SZ}"
+        )
+        super().__init__(f"the budget of {self.account.title}, {self.text}, {why}")
+
+
+class BudgetUnknown(Exception):
+    """What a budget has used is not known, because the ledger cannot be read."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(
+            f"{place}, which says what budgets have used, cannot be read now: ask again, or tell the operator"
+        )
+
+
+class NoPrice(Exception):
+    """A budget of money cannot be kept, because nothing has a price."""

@@ -1,0 +1,157 @@
+"""Who may use the router: holders of a key of the key file, or of a token of the issuer. A changed file is read again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from router.auth.api_keys import ANONYMOUS, KeyExpired, KeysError, Unauthorized, hash_key, read_key_file
+from router.auth.tokens import MOST_TOKEN_CHARS, Tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from router.auth.api_keys import Caller, TeamRecord
+    from router.settings import Settings
+
+log = logging.getLogger(f"qarr.{__name__}")
+RELOAD_S = 1.0  # a change of the file takes effect within this time
+LOOK_S = 1.0  # between two looks at whether the issuer's keys must be read again
+
+
+class KeyStore:
+    """The keys of one file, and the tokens of an issuer.
+
+    Requests need one as soon as there is an issuer or the file exists, even when all its keys are revoked.
+
+    Attributes:
+        tokens: None: there is no issuer.
+        teams: Those of the file, by name.
+
+    Raises:
+        KeysError: The file exists and cannot be used.
+    """
+
+    def __init__(self, path: Path, tokens: Tokens | None = None) -> None:
+        self.path, self.tokens = path, tokens
+        self._callers: dict[str, Caller] = {}  # by their keys' hashes
+        self.teams: Mapping[str, TeamRecord] = {}
+        self._seen: tuple[int, int, int] | None = None
+        self._next_look = 0.0
+        self._load()
+
+    def take(self, other: KeyStore) -> None:
+        """Take file, keys and issuer of another store. The same issuer's keys stay as they are."""
+        self.path, self._callers, self.teams, self._seen = other.path, other._callers, other.teams, other._seen
+        self._next_look = 0.0
+        if other.tokens is None or self.tokens is None or other.tokens.settings != self.tokens.settings:
+            self.tokens = other.tokens
+
+    @property
+    def callers(self) -> list[Caller]:
+        """The callers of all keys in force, in the file's order."""
+        self._refresh()
+        return list(self._callers.values())
+
+    @property
+    def required(self) -> bool:
+        self._refresh()
+        return self._seen is not None or self.tokens is not None
+
+    @property
+    def notes(self) -> list[str]:
+        """What an operator should know of who gets in."""
+        away = self.tokens is not None and (self.tokens.fault or not self.tokens.in_force)
+        return ["the keys of the tokens' issuer (jwt.jwks) cannot be read"] if away else []
+
+    @property
+    def ready(self) -> bool:
+        return self.tokens is None or self.tokens.in_force
+
+    def find(self, key: str) -> Caller:
+        """Return the caller with a key or token.
+
+        The time that it takes tells nothing about the keys: only hashes are looked up, which a sender cannot choose.
+
+        Raises:
+            Unauthorized: It is not known, was revoked, or has expired.
+        """
+        self._refresh()
+        if self.tokens is not None and key.count(".") == 2 and len(key) <= MOST_TOKEN_CHARS:  # noqa: PLR2004
+            return self.tokens.find(key, self.teams)
+        caller = self._callers.get(hash_key(key))
+        if caller is None:
+            raise Unauthorized("the key is not known here, or was revoked")
+        if caller.expires is not None and time.time() >= caller.expires.timestamp():
+            raise KeyExpired(caller.expires)
+        return caller
+
+    def holds(self, caller: Caller) -> bool:
+        """Tell whether a caller still has access, with the same rights."""
+        if not self.required:
+            return caller == ANONYMOUS
+        if self.tokens is not None and self.tokens.holds(caller):
+            return True
+        expired = caller.expires is not None and time.time() >= caller.expires.timestamp()
+        return not expired and caller in self._callers.values()
+
+    async def renew(self) -> None:
+        """Learn new keys of the issuer; see ``Tokens.renew``."""
+        if self.tokens is not None:
+            await self.tokens.renew()
+
+    async def run(self) -> None:
+        """Keep the issuer's keys up to date, until cancelled."""
+        try:
+            while True:
+                if self.tokens is not None:
+                    self.tokens.look()
+                await asyncio.sleep(LOOK_S)
+        finally:
+            if self.tokens is not None:
+                await self.tokens.aclose()
+
+    def _refresh(self) -> None:
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + RELOAD_S
+        try:
+            if _state_of(self.path) == self._seen:
+                return
+            self._load()
+        except KeysError as error:
+            log.error("%s; the keys read before stay in force", error)  # noqa: TRY400  the text says enough
+            return
+        log.info("keys read again from %s: %d in force", self.path, len(self._callers))
+
+    def _load(self) -> None:
+        state = _state_of(self.path)
+        if state is None and self._seen is not None:
+            raise KeysError(f"the key file {self.path} is gone")
+        if state is not None:
+            file = read_key_file(self.path)
+            self._callers, self.teams = file.callers(), file.by_name
+        self._seen = state
+
+
+def _state_of(path: Path) -> tuple[int, int, int] | None:
+    try:
+        stat = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:  # a file that cannot be looked at may hold keys: requests must not pass without one
+        raise KeysError(f"the key file {path} cannot be read: {error.strerror}") from error
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
+def open_access(settings: Settings) -> KeyStore:
+    """Return who may use the router.
+
+    Raises:
+        KeysError: The key file, or a file of the issuer's keys, cannot be used.
+    """
+    return KeyStore(settings.auth.keys_file, Tokens(settings.jwt) if settings.jwt.issuer else None)
