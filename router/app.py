@@ -211,7 +211,7 @@ def _prepare(parts: _Parts, entry: RequestMiddleware, settings: Settings) -> Cal
             tls.take(settings.tls, pair)
         entry.take(*served)
         parts.streams.bounds = settings.server
-        wired.pipeline.policy.take(settings.policy)
+        wired.pipeline.policy.use(settings.policy)
         wired.pipeline.charging.take(settings)
         wired.pipeline.admission.take(settings.admission)
         wired.upstream.take(settings.upstream)

@@ -82,6 +82,12 @@ class Trends(Struct, frozen=True):
             return 0.0, 0.0
         return self.ttft.at_time(now, speed.ttft_spread)[0], self.tpot.at_time(now, speed.tpot_spread)[0]
 
+    def faded(self, now: float, speed: SpeedModel | None) -> Trends:
+        """Return the trends at a time; without a speed there are none."""
+        if speed is None:
+            return Trends()
+        return Trends(self.ttft.faded(now, speed.ttft_spread), self.tpot.faded(now, speed.tpot_spread))
+
 
 class Pause(Struct, frozen=True):
     """What a circuit breaker says: its state, whether it admits a request, and in how many seconds at the latest."""

@@ -318,7 +318,7 @@ async def run(fault: Fault, scene: Scene, seconds: float) -> list[str]:
 
 
 TURNED = """
-from router.settings import UpstreamSettings
+from router.upstream.settings import UpstreamSettings
 from tiers.breaker import BreakerOptions
 UpstreamSettings.breaker, UpstreamSettings.retry_share = BreakerOptions(longest_pause_s=2), 1.0
 """

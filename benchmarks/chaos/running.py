@@ -25,7 +25,7 @@ PATIENCE_S = 20.0  # an answer that takes longer is a hang: every timeout of the
 ENGINES = {"fast": (7, 6, 0.0), "balanced": (60, 20, 0.02), "precise": (500, 20_000, 0.0)}
 # What is run first in the router's process: it turns constants that are no settings.
 TURNED = """
-from router.settings import ServerSettings as S
+from router.server.settings import ServerSettings as S
 S.header_timeout_s = S.body_timeout_s = S.write_timeout_s = S.resume_s = 1
 """
 SETTINGS = """

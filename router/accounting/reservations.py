@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from router.accounting.budgets import Taken, Used
     from router.accounting.ledgers import BudgetLedger
+    from router.accounting.settings import BudgetSettings
     from router.auth.api_keys import Account
-    from router.settings import BudgetSettings
     from router.telemetry.record import Cost
 
 log = logging.getLogger(f"qarr.{__name__}")

@@ -10,9 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import from_json, to_json
 from starlette.responses import Response
 
+from router.api.settings import LimitSettings, TierPolicy
 from router.pipeline.request import NO_BOUNDS, RoutingOptions, Truncate
 from router.policy.decision import Priority, Sla, Sort
-from router.settings import AdapterName, EngineAddress, LimitSettings, TierPolicy
+from router.section import AdapterName, EngineAddress  # noqa: TC001  pydantic reads them
 from tiers.quantization import QUANTIZATIONS, Quantization
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
 

@@ -37,13 +37,14 @@ if TYPE_CHECKING:
 
     from router.api.generate_body import GenerateBody
     from router.api.serving import Encoder, Sink
+    from router.api.settings import LimitSettings
     from router.api.truncation import Cutter
     from router.lifecycle import ResponseTracker
     from router.pipeline.pipeline import Pipeline
     from router.pipeline.registry import ActiveRequest
     from router.pipeline.request import RequestContext
     from router.policy.decision import Decision
-    from router.settings import LimitSettings, Settings
+    from router.settings import Settings
     from router.upstream.sse import Chunk
 
 STREAM_ID = "x-qarr-stream-id"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from router.settings import OpenAISettings
+    from router.api.settings import OpenAISettings
     from tiers.fleet import Fleet
     from tiers.snapshot import TierSnapshot
     from tiers.spec import TierName

@@ -32,10 +32,10 @@ from router.upstream.engine_request import DEFAULT_COMPLETION, RelayRequest, res
 from router.upstream.json_object import JsonObject, as_boolean, as_integer
 
 if TYPE_CHECKING:
+    from router.api.settings import TierPolicy
     from router.api.truncation import Cutter
     from router.pipeline.request import PromptText, RequestContext
     from router.policy.decision import Decision
-    from router.settings import TierPolicy
     from router.upstream.engine_stream import EngineStream
 
 # Header → member of the ``qarr`` object; numbers are written as such.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Send
 
-    from router.settings import ServerSettings
+    from router.server.settings import ServerSettings
 
 log = logging.getLogger(f"qarr.{__name__}")
 REMEMBERED = 1000  # ids of ended streams, to tell them from unknown ids

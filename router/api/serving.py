@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from router.pipeline.registry import ActiveRequest
     from router.pipeline.request import ParsedRequest, RequestContext
     from router.policy.decision import Decision
-    from router.settings import TelemetrySettings
+    from router.telemetry.settings import TelemetrySettings
     from router.upstream.engine_stream import EngineAnswer
     from router.upstream.sse import Chunk
 

@@ -18,7 +18,8 @@ from router.policy.decide import decide
 from router.policy.decision import Query
 from router.policy.render import render_features
 from router.policy.table import policy_table
-from router.settings import SettingsError, load_settings
+from router.section import SettingsError
+from router.settings import load_settings
 from tiers.checkpoints.prepare import finished
 from tiers.errors import OperationError
 from tiers.snapshot import FleetSnapshot, ReplicaState, TierSnapshot

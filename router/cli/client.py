@@ -11,13 +11,15 @@ import httpx
 import typer
 
 from router.cli.common import ConfigOption, err, http_url, plain
-from router.settings import SettingsError, load_settings
+from router.section import SettingsError
+from router.settings import load_settings
 from tiers.errors import OperationError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from router.settings import Settings, TlsSettings
+    from router.server.settings import TlsSettings
+    from router.settings import Settings
 
 TIMEOUT_S = 30.0
 KEY_NEEDED = "the router needs a key: give one with --key or in the variable QARR_KEY"

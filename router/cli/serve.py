@@ -28,8 +28,9 @@ from router.deployment.listening import listen, open_keys
 from router.deployment.on_ray import make_ray_deployment
 from router.deployment.reloading import Asked
 from router.deployment.run import StartObserver, check_files, run
+from router.section import cache_dir
 from router.server.handover import HandoverClient, control_path
-from router.settings import cache_dir, load_settings
+from router.settings import load_settings
 from router.telemetry.logs import Logging
 from tiers.checkpoints.prepare import finished
 from tiers.lifecycle.engine_args import check_engine_args

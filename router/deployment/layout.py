@@ -23,7 +23,8 @@ from tiers.spec import UNKNOWN, Adapter, Adapters, Draft, EngineLaunch, TierName
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from router.settings import LoraSettings, Settings, TierSettings
+    from router.deployment.settings import LoraSettings, TierSettings
+    from router.settings import Settings
     from tiers.cluster.runner import RayOptions
 
 HOST = "127.0.0.1"

@@ -21,7 +21,7 @@ from router.deployment.layout import (
     with_adapters,
     with_drafts,
 )
-from router.settings import DiscoverySettings
+from router.deployment.settings import DiscoverySettings
 from router.telemetry.tracing import engine_target
 from tiers.checkpoints.checkpoint import check_alike
 from tiers.cluster.job import Job, WantedReplica
@@ -33,7 +33,8 @@ from tiers.spec import EngineLaunch, Placement, ReplicaStatus, TierName, TierSpe
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from router.settings import Settings, TierSettings
+    from router.deployment.settings import TierSettings
+    from router.settings import Settings
     from tiers.checkpoints.checkpoint import Checkpoint
     from tiers.fleet import Fleet
 

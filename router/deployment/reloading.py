@@ -10,7 +10,8 @@ from router.auth.api_keys import KeysError
 from router.deployment.listening import ListenError, open_keys
 from router.deployment.options import fleet_options
 from router.reload import ReloadError, Reloads
-from router.settings import SettingsError, changes
+from router.section import SettingsError
+from router.settings import changes
 from tiers.lifecycle.roster import Source
 
 if TYPE_CHECKING:

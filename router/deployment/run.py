@@ -18,12 +18,12 @@ from router.deployment.options import fleet_options, supervisor_options
 from router.deployment.reloading import Parts
 from router.lifecycle import ServerState
 from router.line_file import PrivateFile
+from router.section import SettingsError
 from router.server.handover import TakenError, TakeoverError, control_path, handing_over
 from router.server.http_protocol import protocol_for
 from router.server.memory import set_aside
 from router.server.server import Server
 from router.server.tls import Tls
-from router.settings import SettingsError
 from router.telemetry.tracing import make_telemetry
 from router.upstream.transport import EngineTransport
 from tiers.fleet import Fleet

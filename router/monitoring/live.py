@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from router.pipeline.registry import ActiveRequest
     from router.profiling.auto_profile import AutoProfile
     from router.profiling.shadow_evaluation import ShadowEvaluation
-    from router.settings import TelemetrySettings
     from router.telemetry.record import RequestRecord, Times
+    from router.telemetry.settings import TelemetrySettings
 
 TICK_S = 1.0
 KEEP_ALIVE_S = 15.0

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     from router.accounting.reservations import Reservation
     from router.auth.quota import QuotaGrant
+    from router.pipeline.settings import AdmissionSettings
     from router.policy.decision import Decision, Query
     from router.policy.table import PolicyStore
-    from router.settings import AdmissionSettings
     from router.telemetry.record import Cost
     from tiers.fleet import Fleet, Lease
     from tiers.spec import TierName, TierSpec

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from router.policy.decision import Basis, Choice, Decision, Estimate, Refusal
 from router.policy.explain import reason
 from router.policy.losses import Z95
-from tiers.choice import Request, candidate
+from tiers.choice import READY, Request, candidate
 from tiers.preparing import about
 from tiers.snapshot import load_of
 from tiers.spec import UNKNOWN, ReplicaStatus, TierName
@@ -141,15 +141,7 @@ class _Context(NamedTuple):
 def _estimate(
     tier: TierSnapshot, found: Candidate, obstacle: Refusal | None, context: _Context, *, below: bool
 ) -> Estimate:
-    """Return what can be expected of one tier.
-
-    Args:
-        tier: The tier.
-        found: The replica that would serve the request.
-        obstacle: Why the tier does not serve it, whatever its load.
-        context: Of the decision.
-        below: It is below the hint.
-    """
+    """Return what can be expected of one tier; ``obstacle``: whatever its load; ``below``: it is below the hint."""
     query, table, request, z, scarcity, bound, there = context
     spec, (free, replica, times, cached) = tier.spec, found
     if obstacle is None and not free:
@@ -168,7 +160,7 @@ def _estimate(
     return Estimate(
         spec.name,
         spec.precision,
-        ReplicaStatus.READY if obstacle is None else tier.status,
+        READY if obstacle is None else tier.status,
         speed,
         batch,
         times,
@@ -211,7 +203,9 @@ def _obstacle_text(obstacle: Refusal, tier: TierSnapshot, query: Query) -> str:
     if obstacle is Refusal.NOT_ALLOWED:
         return "is not allowed for this key" + (" over its budget" if query.over_budget else "")
     if obstacle is Refusal.EXCLUDED:
-        return _excluded_text(spec, query)
+        allowed = f"serves {spec.precision}, and the request allows {', '.join(sorted(query.precisions or ()))} only"
+        named = query.only is None or spec.name in query.only
+        return allowed if named else "is not among the tiers that the request allows"
     if obstacle is Refusal.NO_ADAPTER:
         return f"does not offer the adapter {query.adapter}"
     if obstacle is Refusal.UNSUPPORTED:
@@ -244,12 +238,6 @@ def within_context(query: Query, fleet: FleetSnapshot) -> Query:
         return query
     left = longest_context(query, fleet) - query.prompt_tokens
     return replace(query, max_tokens=max(min(query.max_tokens, left), 1))
-
-
-def _excluded_text(spec: TierSpec, query: Query) -> str:
-    if query.only is not None and spec.name not in query.only:
-        return "is not among the tiers that the request allows"
-    return f"serves {spec.precision}, and the request allows {', '.join(sorted(query.precisions or ()))} only"
 
 
 def _not_ready(tier: TierSnapshot) -> str:
@@ -307,7 +295,7 @@ def _scarcity(highest: TierSnapshot | None) -> float:
         return 0.0
     room, filled, most = 0, 0, highest.spec.max_num_seqs
     for replica in highest.replicas:
-        if replica.status is ReplicaStatus.READY:
+        if replica.status is READY:
             room += min(most, replica.limit)
             filled += replica.slots
     return min(max((filled / max(room, 1) - PLENTY) / (1 - PLENTY), 0.0), 1.0)
@@ -443,7 +431,7 @@ def _possible_in_s(
     waits = []
     for position, replica in enumerate(tier.replicas):
         speed, output_share = replica.speed, request.output_share
-        if replica.status is not ReplicaStatus.READY:
+        if replica.status is not READY:
             continue
         if speed is None:
             waits.append(UNKNOWN_RETRY_S)

@@ -263,6 +263,10 @@ class Estimate(NamedTuple):
     def predicted_tpot_ms(self) -> float | None:
         return None if self.times is None else round(self.times.tpot_ms, 2)
 
+    @property
+    def rounded_cost(self) -> float | None:
+        return None if self.cost is None else round(self.cost, 4)
+
     def order(self, sort: Sort = "price") -> float:
         """Return what tiers are ordered by, least first; infinite where it is not known."""
         if sort == "price":
@@ -306,11 +310,6 @@ class Choice(NamedTuple):
         if self.query.hint is None or not self.query.require:
             return list(self.estimates)
         return [each for each in self.estimates if each.tier is self.query.hint]
-
-    @property
-    def within(self) -> list[Estimate]:
-        """Return those that can serve now, within the bounds asked for."""
-        return [each for each in self.asked if each.meets]
 
     def rank(self, tier: TierName | None) -> int:
         """Return a tier's place by rising precision; -1 of None."""

@@ -13,14 +13,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from msgspec import convert, to_builtins
-from msgspec.structs import replace
+from msgspec import Struct, convert, structs, to_builtins
 from pydantic import Field, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from router.line_file import LineWriter
 from router.policy.decision import PolicyParameters, Query, Refusal
 from router.policy.profiles import ProfileError, first_fault
-from tiers.snapshot import FleetSnapshot, Trends, load_of
+from tiers.snapshot import FleetSnapshot, KvCache, Pause, Trends, load_of
 from tiers.spec import TierName  # noqa: TC001  pydantic reads it
 
 if TYPE_CHECKING:
@@ -28,54 +27,38 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from router.policy.decision import Decision
-    from tiers.snapshot import FleetLoad, TierSnapshot
 
 KEPT_FILES = 3
 
 
-# A replica's line is flat: its state's fields by their names there, and the groups of it.
-_FIELDS = {
-    **{
-        name: name
-        for name in ("id", "url", "pid", "detail", "in_flight", "served", "failed", "gauges", "load", "speed")
-    },
-    "status": "state",
-    "prompt_tokens": "prompt_tokens_outstanding",
-    "slots": "places",
-    "limit": "limit",
-    "precision": "precision",
-}
-_GROUPS = {
-    "trends": {"ttft": "ttft_trend", "tpot": "tpot_trend"},
-    "breaker": {"state": "breaker", "admits": "admits", "admits_in_s": "admits_in_s"},
-    "kv": {"size": "kv_tokens", "held": "kv_tokens_held", "pressure": "kv_pressure"},
+# A replica's line is flat: some of its state's fields have other names there, and of groups each field has one.
+_RENAMED = {"status": "state", "prompt_tokens": "prompt_tokens_outstanding", "slots": "places"}
+_GROUPS: dict[str, tuple[type[Struct], tuple[str, ...]]] = {
+    "trends": (Trends, ("ttft_trend", "tpot_trend")),
+    "breaker": (Pause, ("breaker", "admits", "admits_in_s")),
+    "kv": (KvCache, ("kv_tokens", "kv_tokens_held", "kv_pressure")),
 }
 
 
 def _fleet_line(fleet: FleetSnapshot) -> dict[str, Any]:
     """Return a snapshot as the log has it: each replica with its whole load and its trends at that time."""
-    line = {name: getattr(fleet, name) for name in ("template", "output_share", "long_prompt_tokens")}
-    tiers = [
-        {"spec": tier.spec, "replicas": [_replica_line(tier, n, fleet.load) for n in range(len(tier.replicas))]}
-        | {"preparing": tier.preparing}
-        for tier in fleet.tiers
-    ]
-    found: dict[str, Any] = to_builtins({"tiers": tiers, **line}, enc_hook=str)
+    line, tiers, now = structs.asdict(fleet), [], fleet.load.now if fleet.load is not None else 0.0
+    del line["load"]
+    for tier in fleet.tiers:
+        replicas = []
+        for n, (state, output_tokens) in enumerate(zip(tier.replicas, tier.output_tokens, strict=True)):
+            load, trends = load_of(state, output_tokens, fleet.load), state.trends.faded(now, state.speed)
+            replica = structs.asdict(structs.replace(state, load=load, trends=trends))
+            del replica["prompts_at"], replica["prefill_at"]
+            replica |= {logged: replica.pop(name) for name, logged in _RENAMED.items()}
+            for group, (_, names) in _GROUPS.items():
+                replica |= dict(zip(names, structs.astuple(replica.pop(group)), strict=True))
+            cached = None if tier.cached is None else tier.cached[n]
+            own = {"output_tokens_outstanding": output_tokens, "cached_tokens": cached, "home": n == tier.home}
+            replicas.append(replica | own)
+        tiers.append({"spec": tier.spec, "replicas": replicas, "preparing": tier.preparing})
+    found: dict[str, Any] = to_builtins(line | {"tiers": tiers}, enc_hook=str)
     return found
-
-
-def _replica_line(tier: TierSnapshot, position: int, fleet: FleetLoad | None) -> dict[str, Any]:
-    state, output_tokens, cached = tier.replicas[position], tier.output_tokens[position], tier.cached
-    now, speed, trends = fleet.now if fleet is not None else 0.0, state.speed, Trends()
-    if speed is not None:
-        ttft, tpot = state.trends.ttft, state.trends.tpot
-        trends = Trends(ttft.faded(now, speed.ttft_spread), tpot.faded(now, speed.tpot_spread))
-    state = replace(state, load=load_of(state, output_tokens, fleet), trends=trends)
-    line = {logged: getattr(state, name) for name, logged in _FIELDS.items()}
-    for group, names in _GROUPS.items():
-        line |= {logged: getattr(getattr(state, group), name) for name, logged in names.items()}
-    line |= {"cached_tokens": None if cached is None else cached[position], "home": position == tier.home}
-    return line | {"output_tokens_outstanding": output_tokens}
 
 
 def _read_fleet(line: dict[str, Any]) -> FleetSnapshot:
@@ -84,32 +67,27 @@ def _read_fleet(line: dict[str, Any]) -> FleetSnapshot:
     Raises:
         ValueError: It is none.
     """
-    if not isinstance(line, dict) or not isinstance(line.get("tiers"), list):
-        raise ValueError("no fleet")  # noqa: TRY004  pydantic takes it for a fault of the line
-    return convert({**line, "tiers": [_read_tier(tier) for tier in line["tiers"]]}, FleetSnapshot, dec_hook=_read_hook)
-
-
-def _read_hook(kind: type, value: Any) -> Any:
-    """Return a tier's name or a path."""
-    return kind(value)
+    try:
+        tiers = [_read_tier(tier) for tier in line["tiers"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no fleet ({error})") from None
+    return convert(line | {"tiers": tiers}, FleetSnapshot, dec_hook=lambda kind, value: kind(value))
 
 
 def _read_tier(line: dict[str, Any]) -> dict[str, Any]:
-    replicas = line.get("replicas", [])
-    cached = [replica.get("cached_tokens") for replica in replicas]
-    return line | {
-        "replicas": [_read_replica(replica) for replica in replicas],
-        "output_tokens": [replica.get("output_tokens_outstanding", 0) for replica in replicas],
-        "cached": None if None in cached else cached,
-        "home": next((n for n, replica in enumerate(replicas) if replica.get("home")), -1),
-    }
-
-
-def _read_replica(line: dict[str, Any]) -> dict[str, Any]:
-    state: dict[str, Any] = {name: line[logged] for name, logged in _FIELDS.items() if line.get(logged) is not None}
-    for group, names in _GROUPS.items():
-        state[group] = {name: line[logged] for name, logged in names.items() if logged in line}
-    return {"slots": line.get("in_flight", 0), **state}
+    states, cached = [], [replica.get("cached_tokens") for replica in line["replicas"]]
+    for replica in line["replicas"]:
+        state = replica | {name: replica[logged] for name, logged in _RENAMED.items() if logged in replica}
+        for group, (kind, names) in _GROUPS.items():
+            fields = zip(kind.__struct_fields__, names, strict=True)
+            state[group] = {field: replica[name] for field, name in fields if name in replica}
+        if replica.get("places") is None:
+            state["slots"] = replica["in_flight"]
+        states.append(state)
+    outputs = [replica["output_tokens_outstanding"] for replica in line["replicas"]]
+    home = next((n for n, replica in enumerate(line["replicas"]) if replica.get("home")), -1)
+    known = None if None in cached else cached
+    return line | {"replicas": states, "output_tokens": outputs, "cached": known, "home": home}
 
 
 LoggedFleet = Annotated[FleetSnapshot, PlainValidator(_read_fleet), PlainSerializer(_fleet_line)]
@@ -228,12 +206,8 @@ class DecisionLog:
         )
         self._writer.put(_line(record), self._head)
 
-    def ended(self, outcome: OutcomeRecord) -> None:
+    def ended(self, outcome: OutcomeRecord | OverflowRecord) -> None:
         self._writer.put(_line(outcome), self._head)
-
-    def overflowed(self, record: OverflowRecord) -> None:
-        """Write what became of a request that no tier had a slot for."""
-        self._writer.put(_line(record), self._head)
 
     def close(self) -> None:
         """Write what is queued, and close the file. Waits for seconds at most."""

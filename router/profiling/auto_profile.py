@@ -134,7 +134,7 @@ class AutoProfile:
             self._show("done", "")
         else:
             with only_one(self._folder):
-                self._policy.take_up()  # profiles made by hand since then
+                self._policy.reload()  # profiles made by hand since then
                 if missing := self._missing("latency"):
                     await self._latency(missing)
                 if missing := self._missing("quality"):
@@ -169,12 +169,12 @@ class AutoProfile:
 
     def _learn(self, profile: QualityProfile) -> None:
         keep_quality(self._folder, profile)
-        self._policy.take_up()
+        self._policy.reload()
 
     def _keep(self, what: What, tiers: tuple[TierName, ...], path: Path) -> None:
         self._tried.add(self._attempt(what, tiers))
         log.info("measured %s in %.0f s: %s", what, time.time() - self._since, path)
-        self._policy.take_up()
+        self._policy.reload()
         self._what = None
 
     def _step(self, _step: str, done: int, total: int) -> None:

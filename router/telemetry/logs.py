@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from starlette.types import Scope
 
-    from router.settings import TelemetrySettings
     from router.telemetry.record import RequestRecord
+    from router.telemetry.settings import TelemetrySettings
 
 ROUTER_FILE = "router-{port}.log"
 OLD_FILES = 3

@@ -8,8 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from router.policy.decision_log import OutcomeRecord
-from router.policy.explain import verdicts
-from router.policy.render import render_verdict
+from router.policy.render import render_estimates
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -231,7 +230,7 @@ class RequestRecord(NamedTuple):
 
 def render_record(record: RequestRecord) -> dict[str, Any]:
     """Return a record as JSON values, with the report on every tier."""
-    return {**render_summary(record), "tiers": [render_verdict(verdict) for verdict in verdicts(record.decision)]}
+    return {**render_summary(record), "tiers": render_estimates(record.decision)}
 
 
 def render_summary(record: RequestRecord) -> dict[str, Any]:

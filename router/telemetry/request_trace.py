@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from router.policy.decide import fallbacks
-from router.policy.explain import verdicts
+from router.policy.explain import verdict
 from router.telemetry.record import KeptFor, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from classifier import PromptFeatures
-    from router.policy.decision import Decision
-    from router.policy.explain import TierReport
+    from router.policy.decision import Decision, Estimate
     from router.telemetry.record import Hop, Journey, RequestRecord
 
 
@@ -67,19 +66,18 @@ def decision_attributes(decision: Decision) -> dict[str, Any]:
     )
 
 
-def verdict_attributes(verdict: TierReport) -> dict[str, Any]:
-    loss = verdict.expected_loss
+def estimate_attributes(estimate: Estimate, verdict: str) -> dict[str, Any]:
     found = {
-        "verdict": verdict.verdict,
-        "state": verdict.state.value,
-        "predicted_ttft_ms": verdict.predicted_ttft_ms,
-        "predicted_tpot_ms": verdict.predicted_tpot_ms,
-        "expected_loss": loss.mean if loss is not None else None,
-        "expected_loss_high": loss.high if loss is not None else None,
-        "cost": verdict.cost,
-        "cached_prompt_tokens": verdict.cached_prompt_tokens,
+        "verdict": verdict,
+        "state": estimate.state.value,
+        "predicted_ttft_ms": estimate.predicted_ttft_ms,
+        "predicted_tpot_ms": estimate.predicted_tpot_ms,
+        "expected_loss": estimate.loss.mean,
+        "expected_loss_high": estimate.loss.high,
+        "cost": estimate.rounded_cost,
+        "cached_prompt_tokens": estimate.cached,
     }
-    return {f"qarr.{verdict.tier}.{name}": value for name, value in _known(found).items()}
+    return {f"qarr.{estimate.tier}.{name}": value for name, value in _known(found).items()}
 
 
 def outcome_attributes(record: RequestRecord) -> dict[str, Any]:
@@ -201,7 +199,9 @@ def _steps(record: RequestRecord, journey: Journey) -> Iterator[dict[str, Any]]:
         return _span(name, "internal", (began - journey.arrived) * 1000, (ended - began) * 1000, attributes, [], None)
 
     decision = record.decision
-    of_tiers = {name: value for each in verdicts(decision) for name, value in verdict_attributes(each).items()}
+    of_tiers: dict[str, Any] = {}
+    for each in decision.choice.estimates:
+        of_tiers |= estimate_attributes(each, verdict(decision.choice, each))
     yield step("classify", journey.began, journey.classified, features_attributes(decision.query.features))
     yield step("route", journey.classified, journey.decided, decision_attributes(decision) | of_tiers)
     for began, ended in journey.waits:

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from classifier import PromptClass
-    from router.settings import TelemetrySettings
     from router.telemetry.record import RequestRecord
+    from router.telemetry.settings import TelemetrySettings
     from tiers.spec import TierName
 
 

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
     from router.policy.decision import Decision, Query
     from router.policy.table import PolicyStore
-    from router.settings import UpstreamSettings
     from router.telemetry.tracing import Telemetry
     from router.upstream.engine_request import EngineRequest
+    from router.upstream.settings import UpstreamSettings
     from tiers.fleet import Fleet, Lease
     from tiers.replica import Replica
     from tiers.spec import TierName

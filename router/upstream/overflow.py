@@ -38,10 +38,10 @@ from tiers.spec import OVERFLOW, TierName, TierSpec
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from router.settings import OverflowSettings, UpstreamSettings
     from router.telemetry.tracing import Telemetry
     from router.upstream.engine_request import EngineRequest
     from router.upstream.engine_stream import EngineAnswer
+    from router.upstream.settings import OverflowSettings, UpstreamSettings
     from router.upstream.sse import WholeAnswer
 
 

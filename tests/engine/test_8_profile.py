@@ -14,7 +14,7 @@ import pytest
 from router.policy.profiles import load_latency, load_profile
 from router.profiling.profile_files import JOURNAL
 from router.profiling.shadow_evaluation import ANSWER_TOKENS
-from router.settings import PROJECT
+from router.section import PROJECT
 from tests.engine.conftest import QARR
 from tests.engine.in_process import real_router
 from tiers.spec import STANDARD_TIERS, TierName

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from router.settings import EngineSettings
+from router.deployment.settings import EngineSettings
 from tests.engine.collector import Collector
 from tests.engine.conftest import QARR, key_of, started
 from tiers.lifecycle.canary import agreement

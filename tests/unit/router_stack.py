@@ -17,8 +17,8 @@ from router.app import wire_router
 from router.auth.access import KeyStore
 from router.deployment.options import fleet_options
 from router.reload import Reloads
+from router.section import PROJECT
 from router.server.http_protocol import protocol_for
-from router.settings import PROJECT
 from router.telemetry.tracing import Telemetry, make_telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
 from tests.turned import turned

@@ -9,7 +9,8 @@ import pytest
 
 from router import removed
 from router.removed import Removed, removed_argument
-from router.settings import SettingsError, load_settings
+from router.section import SettingsError
+from router.settings import load_settings
 
 if TYPE_CHECKING:
     from pathlib import Path

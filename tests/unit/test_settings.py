@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import TYPE_CHECKING
 
 import pytest
 from pydantic import ValidationError
 
-from router.settings import (
-    PROJECT,
-    LikeTier,
-    ServerSettings,
-    SettingsError,
-    TelemetrySettings,
-    cache_dir,
-    config_dir,
-    load_settings,
-    runtime_dir,
-    schema,
-    table,
-)
+from router.cli.show_settings import table
+from router.policy.settings import LikeTier
+from router.section import PROJECT, SettingsError, cache_dir, config_dir, runtime_dir
+from router.server.settings import ServerSettings
+from router.settings import Settings, leaves, load_settings
+from router.telemetry.settings import TelemetrySettings
+from tests.imports import modules, room_of
 from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+# Rooms that read another's section; only goes down.
+FOREIGN = {
+    ("accounting", "policy"),
+    ("profiling", "policy"),
+    *(("api", s) for s in ("engine", "server", "telemetry", "tiers")),
+}
 
 
 def test_defaults_need_no_file() -> None:
@@ -259,7 +261,7 @@ def test_the_table_names_folders_and_no_paths() -> None:
 
 
 def test_the_schema_allows_what_the_settings_allow() -> None:
-    found = schema()
+    found = Settings.model_json_schema()
     server = found["$defs"]["ServerSettings"]
     assert server["additionalProperties"] is False
     assert (server["properties"]["port"]["minimum"], server["properties"]["port"]["maximum"]) == (0, 65535)
@@ -309,3 +311,25 @@ def test_an_overflow_is_named_by_its_host() -> None:
     ):
         options = load_settings(None, {"overflow": {"url": url, "model": "m", "name": name}}).overflow
         assert (options.shown_name, options.url.endswith("/")) == (shown, False)
+
+
+def test_a_section_is_read_by_its_own_room() -> None:
+    """Each setting is read somewhere; rooms that wire, start and show see all sections, others their own and a few."""
+    known = modules()
+    trees = {name: ast.parse(path.read_text("utf-8")) for name, path in known.items() if name.startswith("router.")}
+    sections = {name: field.annotation.__module__ for name, field in Settings.model_fields.items()}  # type: ignore[union-attr]
+    foreign, read = set(), set()
+    for name, tree in trees.items():
+        room = name.split(".")[1]
+        own = {node for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        read |= {node.attr for node in own if room_of(name) != "settings"}
+        if room not in {"app", "deployment", "cli", "settings"}:
+            named = {
+                node.attr for node in own if ast.unparse(node.value).rpartition(".")[2] in {"settings", "_settings"}
+            }
+            foreign |= {(room, section) for section in named & sections.keys() if room not in sections[section]}
+    assert {key[-1] for key, _, _ in leaves(Settings)} - read == {
+        "interactive",
+        "standard",
+    }  # by the name of a priority
+    assert foreign <= FOREIGN

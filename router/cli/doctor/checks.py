@@ -21,7 +21,7 @@ from router.auth.api_keys import KeysError, read_keys
 from router.cli.client import KEY_NEEDED, authorization, own_url, trusted
 from router.deployment.layout import prepare_options, tier_spec
 from router.deployment.listening import ListenError, open_keys
-from router.settings import PROJECT
+from router.section import PROJECT
 from tiers.checkpoints.checkpoint import Checkpoint, check_whole, identity
 from tiers.checkpoints.precision import checkpoint_precision
 from tiers.checkpoints.prepare import finished

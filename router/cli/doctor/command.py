@@ -16,7 +16,8 @@ from rich.text import Text
 from router.cli.client import KeyOption, UrlOption  # noqa: TC001  typer reads them
 from router.cli.common import ConfigOption, output
 from router.cli.doctor.checks import CHECKS, CheckContext, Health, ok, problem, warning
-from router.settings import SettingsError, load_settings
+from router.section import SettingsError
+from router.settings import load_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,8 +19,8 @@ from router.accounting.budgets import BudgetUnknown, NoPrice, OverBudget, period
 from router.accounting.database import Database
 from router.accounting.ledgers import LEASE_S, MemoryLedger, RedisLedger, SqliteLedger
 from router.accounting.reservations import Reservation, Reservations
+from router.accounting.settings import BudgetSettings
 from router.auth.api_keys import Account, Budget, Caller
-from router.settings import BudgetSettings
 from router.telemetry.record import Cost
 from tests.unit.accounting.test_ledgers import DAY, Clock
 from tests.unit.own_engines import until
@@ -209,7 +209,7 @@ from router.accounting.ledgers import RedisLedger, SqliteLedger
 from router.accounting.database import Database
 from router.accounting.budgets import Hold, Periods
 from router.auth.api_keys import Account, Budget
-from router.settings import BudgetSettings
+from router.accounting.settings import BudgetSettings
 from router.telemetry.record import Cost
 
 async def main():

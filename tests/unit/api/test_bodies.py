@@ -9,9 +9,9 @@ import pytest
 
 from router.api.bodies import STANDARD_RULES, InvalidBody, Rules, render_fleet
 from router.api.generate_body import parse_generate
+from router.api.settings import LimitSettings
 from router.pipeline.request import RoutingOptions
 from router.policy.decision import Sla
-from router.settings import LimitSettings
 from tests.unit.router_stack import router_stack
 from tiers.fleet import Fleet
 from tiers.replica import Replica

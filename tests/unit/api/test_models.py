@@ -13,7 +13,7 @@ import pytest
 from router.api.bodies import InvalidBody
 from router.api.models import Choice, model_names, read_document, resolve
 from router.api.problems import UnknownModel, describe
-from router.settings import OpenAISettings
+from router.api.settings import OpenAISettings
 from router.upstream.json_object import JsonObject
 from tests.unit.router_stack import router_stack
 from tiers.fleet import Fleet

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from router.cli.client import KEY_NEEDED, RouterApiClient, authorization, find_router
-from router.settings import SettingsError
+from router.section import SettingsError
 from tests.unit.cli.stub_router import qarr, stub_router
 from tiers.errors import OperationError
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from router.cli.main import COMMANDS, make_app
 from router.cli.serve import _show_plan, _to_follow
-from router.settings import SettingsError
+from router.section import SettingsError
 from tests.unit.cli.stub_router import qarr
 from tiers.errors import TierError
 from tiers.fleet import Fleet

@@ -22,7 +22,8 @@ from router.deployment.layout import (
     tier_spec,
 )
 from router.deployment.options import make_canary, supervisor_options
-from router.settings import Settings, SettingsError, load_settings
+from router.section import SettingsError
+from router.settings import Settings, load_settings
 from tests.unit.cli.test_doctor import checkpoint
 from tests.unit.made_configs import model_folder, tier_folder
 from tiers.checkpoints.checkpoint import Checkpoint, read_checkpoint

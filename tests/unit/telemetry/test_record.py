@@ -444,7 +444,7 @@ async def test_the_documented_metrics_are_those_of_the_page(tmp_path: Path) -> N
     """Each family on the page is in the table, and the other way round."""
     import re
 
-    from router.settings import PROJECT
+    from router.section import PROJECT
 
     table = (PROJECT / "docs/observing.md").read_text().partition("## Metrics")[2]
     documented = set(re.findall(r"`((?:qarr|process)_[a-z_]+)`", table))
@@ -457,7 +457,7 @@ async def test_the_documented_metrics_are_those_of_the_page(tmp_path: Path) -> N
 
 async def test_the_standard_variables_choose_what_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sampler that takes nothing but what its caller has sampled, set by the environment: over OTLP comes all of that."""
-    from router.settings import TelemetrySettings
+    from router.telemetry.settings import TelemetrySettings
     from tests.engine.collector import Collector
 
     collector = Collector()

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from router.settings import TelemetrySettings
 from router.telemetry.logs import Logging, begin_request, log, log_failure, request_line
 from router.telemetry.logs import log_request as write_line
 from router.telemetry.record import Outcome, render_summary
+from router.telemetry.settings import TelemetrySettings
 from tests.unit.own_router import own_router
 from tests.unit.records import decision, record
 

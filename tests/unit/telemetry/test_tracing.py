@@ -15,9 +15,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased
 from classifier import PromptClass
 from router.policy.decide import decide
 from router.policy.decision import Sla
-from router.policy.explain import verdict
-from router.settings import TelemetrySettings
 from router.telemetry.record import Hop, Journey, Outcome
+from router.telemetry.settings import TelemetrySettings
 from router.telemetry.tracing import ANSWERED, Telemetry, end_span, engine_target, make_telemetry, server_span
 from tests.unit.policy.test_decide import MEASURED, SCARCE, TABLE, fleet, query
 from tests.unit.records import record
@@ -321,8 +320,8 @@ def test_a_decision_is_told_with_what_it_expects() -> None:
     decision = decide(query(), fleet(speeds=MEASURED), SCARCE)
     with request_span(provider):
         made.record_outcome(record(decision=decision, journey=Journey(1.0, 1.0, 1.001, 1.002)))
-    found, chosen = attributes(exporter, "POST"), verdict(decision, FAST)
-    assert (found["qarr.loss.expected"], found["qarr.cost"]) == (0.08, chosen.cost)
+    found, chosen = attributes(exporter, "POST"), decision.estimate(FAST)
+    assert (found["qarr.loss.expected"], found["qarr.cost"]) == (0.08, chosen.rounded_cost)
 
 
 def test_a_refusal_has_no_tier() -> None:
