@@ -58,7 +58,7 @@ from router.profiling.shadow_evaluation import ShadowEvaluation
 from router.reload import ReloadError
 from router.server.memory import keep_handing_back
 from router.server.tls import TlsError, load_pair
-from router.telemetry.logs import Logging, log_request
+from router.telemetry.logs import Logging
 from router.telemetry.record import log_outcome
 from router.upstream.client import Upstream
 from router.upstream.overflow import OverflowClient
@@ -256,14 +256,15 @@ def _wire(
 ) -> _Wired:
     kept = settings.telemetry
     registry = RequestRegistry(state, kept.recent_requests)
-    registry.observers.extend((telemetry.record_outcome, log_request))
+    if telemetry.exports:
+        registry.observers.append(telemetry.record_outcome)
     decisions = DecisionLog(kept.decision_log, DECISION_LOG_BYTES) if kept.decision_log is not None else None
     if decisions is not None:
         registry.observers.append(partial(log_outcome, decisions))
     redis_url, database = settings.state.redis_url.get_secret_value(), Database(settings.budgets.file)
     policy = PolicyStore(settings.policy, fleet)
     reservations = Reservations(ledger_of(settings, database), settings.budgets)
-    registry.observers.append(lambda r: policy.served(r.decision, r.served_by))
+    registry.observers.append(lambda r: policy.served(r.decision, r.served.tier))
     upstream = Upstream(fleet, EngineTransport(LEAST_REQUESTS), settings.upstream, telemetry, policy)
     upstream.fit()
     fleet.on_members = upstream.fit
@@ -355,8 +356,8 @@ def _lifespan(
 
 
 def _routes(wired: _Wired, pipeline: Pipeline, settings: Settings, status: Status) -> list[Endpoint]:
-    models = Models(pipeline.fleet, settings.openai, pipeline.telemetry, wired.about["model"], int(time.time()))
-    small = Passthrough(wired.upstream, pipeline.quotas, pipeline.fleet, pipeline.telemetry, settings)
+    models = Models(pipeline.fleet, settings.openai, wired.about["model"], int(time.time()))
+    small = Passthrough(wired.upstream, pipeline.quotas, pipeline.fleet, settings)
     return [
         Endpoint("/route", Route(pipeline, settings, Rules.of(settings)), methods=["POST"]),
         Endpoint(EMBEDDINGS, Embeddings(small), methods=["POST"]),

@@ -86,7 +86,7 @@ class UsageLog:
 
     def offer(self, record: RequestRecord) -> None:
         """Take note of a request that has ended; what it cost is found out later."""
-        if record.usage or (record.overflow is not None and record.key_id):
+        if record.usage or (record.served.overflow is not None and record.key_id):
             self._records.append(record)
 
     async def run(self) -> None:
@@ -138,15 +138,16 @@ class UsageLog:
                 await asyncio.sleep(0)
 
     def _used(self, record: RequestRecord) -> tuple[Row, Use]:
-        pricing, cached = self._charging.pricing, record.cached_prompt_tokens or 0
+        pricing, tokens = self._charging.pricing, record.tokens
+        cached = tokens.cached or 0
         row = Row(periods(record.at).day, record.key_id, record.team, OVERFLOW)
-        use = Use(1, record.prompt_tokens, cached, record.output_tokens)
+        use = Use(1, tokens.prompt, cached, tokens.output)
         if not record.usage:
             return row, use
         cost = pricing.cost(record.decision, record.usage) if record.cost is None else record.cost
-        whole = TierUsage(pricing.highest, record.prompt_tokens, cached, record.output_tokens)
+        whole = TierUsage(pricing.highest, tokens.prompt, cached, tokens.output)
         highest = pricing.cost(record.decision, (whole,))
-        row = row._replace(tier=str(record.served_by or record.usage[-1].tier))
+        row = row._replace(tier=str(record.served.tier or record.usage[-1].tier))
         return row, Use(*use[:4], *cost, *highest)
 
 

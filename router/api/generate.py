@@ -132,7 +132,6 @@ class Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Work stops when the client goes away, unless the stream is resumable."""
         pipeline, settings = self.pipeline, self.settings
-        pipeline.telemetry.name_server_span(scope, "/generate")
         content = await read_body(scope, receive, settings.server.max_body_bytes)
         context = context_of(scope)
         cancel_on_disconnect(scope)
@@ -216,7 +215,6 @@ class Route:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, which counts as one of no tokens. A refusal is a decision too: 200, with ``tier`` null."""
         pipeline, context = self.pipeline, context_of(scope)
-        pipeline.telemetry.name_server_span(scope, "/route")
         content = await read_body(scope, receive, self.settings.server.max_body_bytes)
         _, request = await read_request(content, self.rules, context, pipeline)
         grant = await pipeline.quotas.enter(context.caller, 0, context.limits)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from router.auth.quota import Quotas
     from router.pipeline.request import RequestContext
     from router.settings import Settings
-    from router.telemetry.tracing import Telemetry
     from router.upstream.client import Pool, Upstream
     from router.upstream.json_object import JsonObject
     from tiers.fleet import Fleet
@@ -39,7 +38,6 @@ class Passthrough:
     upstream: Upstream
     quotas: Quotas
     fleet: Fleet
-    telemetry: Telemetry
     settings: Settings
 
 
@@ -53,7 +51,6 @@ class Tokens:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on. Work stops when the client goes away."""
         deps, context = self.deps, context_of(scope)
-        deps.telemetry.name_server_span(scope, self.path)
         document = read_document(await read_body(scope, receive, deps.settings.server.max_body_bytes))
         resolve(document, deps.settings.openai, deps.fleet)
         small = SmallRequest(self.path, "tokens", tuple(self._engines(document, context.caller.tiers)), tokens=0)
@@ -80,7 +77,6 @@ class Embeddings:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on. Work stops when the client goes away."""
         deps, context = self.deps, context_of(scope)
-        deps.telemetry.name_server_span(scope, EMBEDDINGS)
         body = await read_body(scope, receive, deps.settings.server.max_body_bytes)
         document = read_document(body)
         if not deps.settings.openai.embeddings_urls:

@@ -86,7 +86,6 @@ class RelayEndpoint(ABC, Generic[Call]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Work stops when the client goes away."""
         pipeline = self.pipeline
-        pipeline.telemetry.name_server_span(scope, self.path)
         body = await read_body(scope, receive, self.settings.server.max_body_bytes)
         cancel_on_disconnect(scope)
         document = await apart(len(body), read_document, body)

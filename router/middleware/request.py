@@ -15,7 +15,8 @@ from router.auth.api_keys import ANONYMOUS, Caller, Unauthorized, UnknownSigner
 from router.lifecycle import ResponseTracker, ServerPhase
 from router.pipeline.request import RequestContext
 from router.server.client import CLIENT
-from router.telemetry.logs import begin_request, log_failure
+from router.telemetry.logs import CLIENT_ERROR, begin_request, log_failure
+from router.telemetry.tracing import ANSWERED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -98,9 +99,11 @@ class RequestMiddleware:
             self._server_state.active_requests.discard(task)
             tracker.close()
             forget(scope)
-            log_failure(scope, tracker.status)
-            self._telemetry.record_status(tracker.status)
-            self._answered(_route(scope), scope["method"], tracker.status)
+            if tracker.status >= CLIENT_ERROR:
+                log_failure(scope, tracker.status)
+            route = _route(scope)
+            self._answered(route, scope["method"], tracker.status)
+            scope[ANSWERED] = route, tracker.status, context_of(scope).caller.key_id
 
     async def _enter(self, scope: Scope, receive: Receive, tracker: ResponseTracker) -> None:
         sent = dict(reversed(scope["headers"]))  # the first of those that share a name
@@ -118,7 +121,6 @@ class RequestMiddleware:
             response.headers["connection"] = "close"  # its body stays unread
             await response(scope, receive, tracker.send)
             return
-        self._telemetry.record_caller(context.caller.key_id)
         endpoint = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
         if endpoint is None:
             await self._app(scope, receive, tracker.send)

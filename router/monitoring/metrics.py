@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from functools import cache
 from itertools import pairwise, permutations
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from router.accounting.usage import UsageLog
     from router.monitoring.usage import Labels
     from router.pipeline.pipeline import Pipeline
-    from router.policy.decision import Estimate
     from router.policy.table import PolicyStore
     from router.profiling.shadow_evaluation import ShadowEvaluation
     from router.telemetry.record import RequestRecord
@@ -57,14 +57,14 @@ METHODS = {"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"}
 
 
 class RequestMetrics:
-    """Counters and histograms of requests that have ended."""
+    """Counters and histograms of requests that have ended, each by a function that returns the series of some labels."""
 
     def __init__(self, registry: CollectorRegistry, tiers: Sequence[TierName] = STANDARD_TIERS) -> None:
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"qarr_{name}", text, labels, registry=registry)
+        def counter(name: str, text: str, *labels: str) -> Callable[..., Counter]:
+            return cache(Counter(f"qarr_{name}", text, labels, registry=registry).labels)
 
-        def histogram(name: str, text: str, bounds: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(f"qarr_{name}", text, labels, buckets=bounds, registry=registry)
+        def histogram(name: str, text: str, bounds: tuple[float, ...], *labels: str) -> Callable[..., Histogram]:
+            return cache(Histogram(f"qarr_{name}", text, labels, buckets=bounds, registry=registry).labels)
 
         self._http = counter("http_requests", "Requests by endpoint and status.", "route", "method", "code")
         self._requests = counter("requests", "Requests by the tier that served them.", *KIND, "outcome")
@@ -76,77 +76,77 @@ class RequestMetrics:
         self._cached_tokens = counter("cached_prompt_tokens", text, "tier", "source")
         self._sla = counter("sla_requests", "Requests with bounds on times, by whether they were met.", *KIND, "result")
         for reason in (*(refusal.value for refusal in Refusal), OVER_QUOTA, OVER_BUDGET):
-            self._refusals.labels(reason)  # at 0 from the start: a rate cannot see the first event of a new series
+            self._refusals(reason)  # at 0 from the start: a rate cannot see the first event of a new series
         text = "Answers that another engine continued."
         self._continuations = counter("continuations", text, "from_tier", "to_tier")
         self._overflow = counter(
             "overflow_requests", "Requests without a slot, by what the overflow made of them.", "outcome"
         )
         for outcome in ("ok", "error", "client_gone", "full", "paused", "unsupported", "failed", "cancelled"):
-            self._overflow.labels(outcome)
+            self._overflow(outcome)
         for one, other in permutations(tiers, 2):
-            self._continuations.labels(one, other)
+            self._continuations(one, other)
         self._cost = counter("cost_engine_seconds", "Predicted engine time of requests, by price.", *KIND)
         self._ttft = histogram("time_to_first_token_seconds", "From a request to its first token.", TTFT_S, *KIND)
         self._tpot = histogram("time_per_output_token_seconds", "Mean time between tokens.", TPOT_S, *KIND)
         self._duration = histogram("request_duration_seconds", "From a request to its last byte.", DURATION_S, *KIND)
         self._queue = histogram("queue_wait_seconds", "Waits for a slot.", QUEUE_S, "priority")
         text = "From a request's arrival until it is sent to an engine, without the queue."
-        self._overhead = histogram("overhead_seconds", text, OVERHEAD_S)
+        self._overhead = Histogram("qarr_overhead_seconds", text, buckets=OVERHEAD_S, registry=registry)
         text = "|predicted - seen| / seen, of undisturbed answers."
         self._off = histogram("prediction_error_ratio", text, ERROR_RATIO, "tier", "kind")
 
     def answered(self, route: str, method: str, status: int) -> None:
-        self._http.labels(route, method if method in METHODS else "other", str(status)).inc()
+        self._http(route, method if method in METHODS else "other", status).inc()
 
     def observe(self, record: RequestRecord) -> None:
-        decision, outcome = record.decision, record.outcome
-        served = record.served_by or (OVERFLOW if record.overflow is not None else None)
-        kind, decided, tier = decision.query.features.prompt_class, decision.tier or NO_TIER, served or NO_TIER
-        self._requests.labels(kind, tier, outcome).inc()
-        self._decisions.labels(kind, decided, decision.basis).inc()
+        """Count a request that has ended, and measure it if somebody began to answer it."""
+        decision, outcome, served = record.decision, record.outcome, record.served
+        began = served.tier or (OVERFLOW if served.overflow is not None else None)
+        kind, tier = decision.query.features.prompt_class, began or NO_TIER
+        self._requests(kind, tier, outcome).inc()
+        self._decisions(kind, decision.tier or NO_TIER, decision.basis).inc()
         if outcome is Outcome.REFUSED:
-            self._refusals.labels(str(record.error)).inc()
-        if record.overflow is not None or record.overflow_failure is not None:
-            self._overflow.labels(record.overflow_failure or outcome).inc()
+            self._refusals(str(record.error)).inc()
+        if served.overflow is not None or served.overflow_failure is not None:
+            self._overflow(served.overflow_failure or outcome).inc()
         if record.sla_met is not None:
-            self._sla.labels(kind, tier, "met" if record.sla_met else "missed").inc()
-        if served is None:
+            self._sla(kind, tier, "met" if record.sla_met else "missed").inc()
+        for before, after in pairwise((tier, *served.continued_on)):
+            self._continuations(before, after).inc()
+        if began is not None:
+            self._measure(record, kind, tier)
+
+    def _measure(self, record: RequestRecord, kind: str, tier: str) -> None:
+        """Measure an answer. Predictions are compared with what was seen of those that nothing disturbed."""
+        chosen, served, tokens, times = record.decision.chosen, record.served, record.tokens, record.times
+        trace, whole = {"trace_id": record.trace_id} if record.trace_id else None, record.outcome is Outcome.OK
+        self._prompt_tokens(kind, tier).inc(tokens.prompt)
+        self._output_tokens(kind, tier).inc(tokens.output)
+        for source, cached in (("predicted", tokens.predicted_cached), ("reported", tokens.cached)):
+            if cached is not None:
+                self._cached_tokens(tier, source).inc(cached)
+        self._cost(kind, tier).inc((chosen.cost if chosen else None) or 0.0)
+        self._queue(record.priority).observe(times.queue_ms / 1000, trace)
+        if times.overhead_ms is not None:
+            self._overhead.observe(times.overhead_ms / 1000, trace)
+        duration_ms = times.duration_ms if whole else None
+        for series, ms in ((self._ttft, times.ttft_ms), (self._tpot, times.tpot_ms), (self._duration, duration_ms)):
+            if ms is not None:
+                series(kind, tier).observe(ms / 1000, trace)
+        if (
+            not whole
+            or chosen is None
+            or served.tier is not record.decision.tier
+            or served.attempts_failed
+            or served.continued_on
+        ):
             return
-        chosen = decision.chosen
-        self._measure(record, kind, tier, (chosen.cost if chosen else None) or 0.0)
-        if outcome is Outcome.OK and chosen is not None and record.undisturbed:
-            self._observe_predictions(record, tier, chosen)
-        for before, after in pairwise((tier, *record.continued_on)):
-            self._continuations.labels(before, after).inc()
-
-    def _measure(self, record: RequestRecord, kind: str, tier: str, cost: float) -> None:
-        trace = {"trace_id": record.trace_id} if record.trace_id else None
-        self._prompt_tokens.labels(kind, tier).inc(record.prompt_tokens)
-        self._output_tokens.labels(kind, tier).inc(record.output_tokens)
-        if record.predicted_cached_tokens is not None:
-            self._cached_tokens.labels(tier, "predicted").inc(record.predicted_cached_tokens)
-        if record.cached_prompt_tokens is not None:
-            self._cached_tokens.labels(tier, "reported").inc(record.cached_prompt_tokens)
-        self._cost.labels(kind, tier).inc(cost)
-        self._queue.labels(record.priority).observe(record.queue_ms / 1000, trace)
-        if record.overhead_ms is not None:
-            self._overhead.observe(record.overhead_ms / 1000, trace)
-        if record.ttft_ms is not None:
-            self._ttft.labels(kind, tier).observe(record.ttft_ms / 1000, trace)
-        if record.tpot_ms is not None:
-            self._tpot.labels(kind, tier).observe(record.tpot_ms / 1000, trace)
-        if record.outcome is Outcome.OK:
-            self._duration.labels(kind, tier).observe(record.duration_ms / 1000, trace)
-
-    def _observe_predictions(self, record: RequestRecord, tier: str, chosen: Estimate) -> None:
-        """Compare predictions with what was seen of an undisturbed answer."""
-        seen = (record.ttft_ms or 0.0) - record.queue_ms - (record.overhead_ms or 0.0)
-        if chosen.predicted_ttft_ms is not None and seen > 0:
-            self._off.labels(tier, "ttft").observe(abs(chosen.predicted_ttft_ms - seen) / seen)
-        seen = record.tpot_ms or 0.0
-        if chosen.predicted_tpot_ms is not None and seen > 0:
-            self._off.labels(tier, "tpot").observe(abs(chosen.predicted_tpot_ms - seen) / seen)
+        first_ms = (times.ttft_ms or 0.0) - times.queue_ms - (times.overhead_ms or 0.0)
+        if chosen.predicted_ttft_ms is not None and first_ms > 0:
+            self._off(tier, "ttft").observe(abs(chosen.predicted_ttft_ms - first_ms) / first_ms)
+        if chosen.predicted_tpot_ms is not None and times.tpot_ms:
+            self._off(tier, "tpot").observe(abs(chosen.predicted_tpot_ms - times.tpot_ms) / times.tpot_ms)
 
 
 class Losses(Collector):

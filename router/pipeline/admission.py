@@ -24,8 +24,7 @@ from router.pipeline.queue_lines import Entry, Lines
 from router.pipeline.request import class_of
 from router.policy.decide import UNKNOWN_RETRY_S, decide
 from router.policy.decision import PRIORITIES, Basis, Refusal, Refused
-from router.telemetry.journey import JOURNEY
-from router.telemetry.record import FREE
+from router.telemetry.record import FREE, JOURNEY
 from router.upstream.client import lease_for
 from tiers.fleet import Demand
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from classifier import PromptFeatures, TokenCounter
     from router.policy.decision import Decision, Priority, Sort
-    from router.telemetry.journey import Journey
+    from router.telemetry.record import Journey
     from router.upstream.engine_request import EngineRequest
     from tiers.spec import TemplateTokens, TierName
 

@@ -43,8 +43,7 @@ _PLAIN = "/:@{}+,;=~"  # characters of a path that are not quoted, beside letter
 SHOWN_BY_THE_COMMAND = "qarr.tiers.lifecycle"  # states of replicas: `qarr up` has its own lines for them
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SECONDS = 10_000.0  # times from this many milliseconds on are shown in seconds
-_SERVER_ERROR = 500
-_CLIENT_ERROR = 400
+SERVER_ERROR, CLIENT_ERROR = 500, 400  # HTTP: the first of each kind
 
 log = logging.getLogger("qarr.request")
 
@@ -72,27 +71,27 @@ def begin_request(request_id: str, trace_id: str) -> None:
     _REQUEST.set(RequestIds(request_id, trace_id, time.monotonic()))
 
 
-def log_request(record: RequestRecord) -> None:
+def log_request(record: RequestRecord, level: int) -> None:
+    """Log a request that has ended; nobody asks for it below the level of ``log``."""
     if (ids := _REQUEST.get()) is not None and ids.request_id == record.request_id:
         ids.recorded = True
-    outcome = record.outcome
-    level = logging.WARNING if outcome is Outcome.REFUSED or outcome is Outcome.ERROR else logging.INFO
-    if (current := Logging.current) is not None:
-        current.request(record, level)
-    elif log.isEnabledFor(level):
-        fields = render_summary(record)
-        log.log(level, "%s", request_line(fields), extra={"fields": {"event": "request", **fields}})
+    fields = {"event": "request", **render_summary(record)}
+    if (current := Logging.current) is None:
+        log.log(level, "%s", request_line(fields), extra={"fields": fields})
+        return
+    text, whose = f"POST {record.route} {fields['outcome']}", (record.request_id, record.trace_id)
+    current.put(made_record(log.name, level, text, fields=fields, ids=whose))
 
 
 def log_failure(scope: Scope, status: int) -> None:
-    """Log a request that has failed, unless it has a line already; status 0: there was no answer."""
+    """Log a request that was answered with an error, unless it has a line already."""
     ids = _REQUEST.get()
-    if status < _CLIENT_ERROR or ids is None or ids.recorded or scope["path"] in NOT_LOGGED:
+    if ids is None or ids.recorded or scope["path"] in NOT_LOGGED:
         return
     method, route = scope["method"], quote(scope["path"], safe=_PLAIN)[:PATH_CHARS]
     took_ms = (time.monotonic() - ids.began) * 1000
     fields = {"event": "http", "method": method, "route": route, "status": status, "duration_ms": round(took_ms, 1)}
-    level = logging.WARNING if status >= _SERVER_ERROR else logging.INFO
+    level = logging.WARNING if status >= SERVER_ERROR else logging.INFO
     log.log(level, "%s %s %d in %s", method, route, status, shown_ms(took_ms), extra={"fields": fields})
 
 
@@ -153,11 +152,12 @@ class Logging:
         self._stderr = _Stream(telemetry)
         self._file: _File | None = None
         self._writer = Writer(self._stderr)
+        self.put = self._writer.put
         self._handler = _Queued(self._writer.queue)
         self._handler.put = self._writer.put
         logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # nobody reads them of a record
         logging.basicConfig(level=logging.WARNING, handlers=[self._handler], force=True)
-        logging.getLogger("qarr").setLevel(min(_level(telemetry), logging.INFO))
+        self.set_level(telemetry)
         Logging.current = self
         atexit.register(self.stop)
 
@@ -185,23 +185,18 @@ class Logging:
         file.requests = wanted != "stderr"
         stderr.requests &= wanted != "auto" or stderr.json
         self._writer.handlers = (stderr, file)
+        self.set_level(self._telemetry)
         return path if file.requests and not stderr.requests else None
 
     def set_level(self, telemetry: TelemetrySettings) -> None:
+        """Take a level over. Lines of requests that end well are not made where neither place is for them."""
         level = _level(telemetry)
         logging.getLogger("qarr").setLevel(min(level, logging.INFO))
         self._stderr.setLevel(level)
         if self._file is not None:
             self._file.setLevel(min(level, logging.INFO))
-
-    def request(self, record: RequestRecord, level: int) -> None:
-        """Write the line of a request that has ended, to what such lines are for; of one that went wrong, to both."""
-        if level < logging.WARNING and not any(handler.requests for handler in (self._stderr, self._file) if handler):
-            return
-        fields = render_summary(record)
-        text = f"POST {record.route} {fields['outcome']}"
-        ids = record.request_id, record.trace_id
-        self._writer.put(made_record("qarr.request", level, text, fields={"event": "request", **fields}, ids=ids))
+        wanted = any(place is not None and place.requests for place in (self._stderr, self._file))
+        log.setLevel(logging.INFO if wanted else logging.WARNING)
 
     def say(self, write: Callable[[], None]) -> None:
         """Have the thread write something else to standard error, in order."""
@@ -211,6 +206,7 @@ class Logging:
         """Write what is queued, and release the log; return False if it cannot be written, as to a stopped terminal."""
         logging.getLogger().removeHandler(self._handler)
         Logging.current = None
+        log.setLevel(logging.NOTSET)
         atexit.unregister(self.stop)
         written = self._writer.close()
         if written and self._file is not None:

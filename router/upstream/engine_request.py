@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic_core import to_json
 
-from router.telemetry.tracing import TracedRequest
 from router.upstream.json_object import JsonObject, NotJson, as_integer
 from router.upstream.progress import Resumption
 from router.upstream.sse import COMPLETION_FORMAT, AnswerFormat
@@ -79,8 +78,20 @@ _NOT_RESUMABLE = (
 )
 
 
-class EngineRequest(TracedRequest, Protocol):
+class EngineRequest(Protocol):
     """The request to an engine, without its replica-specific parts."""
+
+    @property
+    def operation(self) -> str:
+        """Return GenAI's name of the operation."""
+
+    @property
+    def adapter(self) -> str | None:
+        """Return the LoRA adapter that answers; None: the model itself."""
+
+    @property
+    def parameters(self) -> Mapping[str, float]:
+        """Return attributes of the span."""
 
     @property
     def path(self) -> str:

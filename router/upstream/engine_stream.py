@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from router.telemetry.tracing import end_span
 from router.upstream.errors import (
     EngineBroke,
     EngineFailed,
@@ -24,7 +25,7 @@ from router.upstream.transport import Body, body_of
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from router.telemetry.tracing import AttemptSpan
+    from router.telemetry.record import Hop
     from router.upstream.engine_request import EngineRequest
     from router.upstream.sse import AnswerFormat, Chunk
     from tiers.fleet import Lease
@@ -89,7 +90,7 @@ class Attempt:
     tier: TierName
     lease: Lease | OverflowHold
     response: httpx.Response
-    span: AttemptSpan
+    hop: Hop
     number: int
     started: float
     token_timeout_s: float
@@ -189,7 +190,7 @@ class EngineAnswer(ABC):
         elif isinstance(error, UpstreamError):
             lease.failed(type(error).__name__)
         lease.release()
-        end_span(self._attempt.span, error, self._attributes())
+        end_hop(self._attempt.hop, error, self._attributes())
         await self._disconnect()
 
     async def _disconnect(self) -> None:
@@ -252,7 +253,7 @@ class EngineStream(EngineAnswer):
             raise EngineBroke("the engine's answer was empty")
         self._body.limit_reads(self._attempt.token_timeout_s)
         self._first_at = self._last_at = time.monotonic()
-        self._attempt.span.first_token()
+        self._attempt.hop.first_token_at = self._first_at
         self.ttft_ms = (self._first_at - self.sent_at) * 1000
         self._attempt.lease.first_token((self._first_at - self._attempt.started) * 1000)
 
@@ -394,12 +395,14 @@ def continued_on(answer: EngineAnswer) -> list[TierName]:
     return [part.tier for part in answer.parts]
 
 
-def end_span(span: AttemptSpan, error: BaseException | None, attributes: dict[str, Any] | None = None) -> None:
-    """End an attempt's span, with its error if it had one; not with an engine's refusal, which may quote the prompt."""
-    found = attributes or {}
+def end_hop(hop: Hop, error: BaseException | None, attributes: dict[str, Any] | None = None) -> None:
+    """End a request to an engine, with its error if it had one; not with a refusal's words, which may quote the prompt."""
+    hop.ended, hop.result = time.monotonic(), attributes or {}
     if error is not None:
-        found["error.type"] = type(error).__name__
+        hop.result["error.type"] = type(error).__name__
     if isinstance(error, EngineRefused):
-        found["http.response.status_code"] = error.status
-        error = None
-    span.end(found, error if isinstance(error, Exception) else None)
+        hop.result["http.response.status_code"] = error.status
+    told = error if isinstance(error, Exception) and not isinstance(error, EngineRefused) else None
+    hop.message = "" if told is None else str(told)
+    if hop.span is not None:
+        end_span(hop, hop.span, told)
