@@ -282,23 +282,19 @@ class LiveEndpoints:
     def routes(self) -> list[Endpoint]:
         return [
             Endpoint("/live", self._live, methods=["GET"]),
-            Endpoint("/requests", self._requests, methods=["GET"]),
-            Endpoint("/traces", self._traces, methods=["GET"]),
+            Endpoint("/requests", self._listed, methods=["GET"]),
+            Endpoint("/traces", self._listed, methods=["GET"]),
             Endpoint("/traces/{trace_id}", self._trace, methods=["GET"]),
             Endpoint("/policy", self._policy, methods=["GET"]),
         ]
 
-    async def _requests(self, request: Request) -> Response:
-        limit, caller = _limit(request), context_of(request.scope).caller
+    async def _listed(self, request: Request) -> Response:
+        """Answer with the last requests, or with their traces."""
+        limit, caller, name = _limit(request), context_of(request.scope).caller, request.url.path.rpartition("/")[2]
+        render = render_record if name == "requests" else render_listed
         seen = (record for record in reversed(self._pipeline.registry.kept()) if caller.sees(record.key_id))
-        shown = [render_record(record) for record in islice(seen, limit)]
-        return _json({"scope": scope_of(everything=caller.sees_all), "requests": shown})
-
-    async def _traces(self, request: Request) -> Response:
-        limit, caller = _limit(request), context_of(request.scope).caller
-        seen = (record for record in reversed(self._pipeline.registry.kept()) if caller.sees(record.key_id))
-        shown = [render_listed(record) for record in islice(seen, limit)]
-        return _json({"scope": scope_of(everything=caller.sees_all), "traces": shown})
+        shown = [render(record) for record in islice(seen, limit)]
+        return _json({"scope": scope_of(everything=caller.sees_all), name: shown})
 
     async def _trace(self, request: Request) -> Response:
         caller, trace_id = context_of(request.scope).caller, request.path_params["trace_id"]

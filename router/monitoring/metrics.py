@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise, permutations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -21,12 +21,13 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from router.api.asgi import context_of
-from router.monitoring.scaling import Scaling
 from router.monitoring.usage import UsageMetrics
 from router.pipeline.registry import OVER_BUDGET, OVER_QUOTA
 from router.policy.decision import Refusal
 from router.telemetry.record import Outcome
 from tiers.breaker import BreakerState
+from tiers.choice import Request as Asked
+from tiers.choice import candidate
 from tiers.spec import OVERFLOW, STANDARD_TIERS, ReplicaStatus, TierName
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ DURATION_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 QUEUE_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 80, 160)
 OVERHEAD_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 0.5)
 ERROR_RATIO = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 5)
-KIND = ("class", "tier")
+KIND, TIER, REPLICA = ("class", "tier"), ("tier",), ("tier", "replica")
+PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128  # of the request whose first token is predicted
+Sample: TypeAlias = "tuple[Sequence[str], float]"
 METHODS = {"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"}
 
 
@@ -149,6 +152,19 @@ class RequestMetrics:
             self._off(tier, "tpot").observe(abs(chosen.predicted_tpot_ms - times.tpot_ms) / times.tpot_ms)
 
 
+def _gauge(
+    name: str, text: str, labels: Sequence[str], samples: Iterable[Sample],
+    family: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily,
+) -> Metric:  # fmt: skip
+    made = family(f"qarr_{name}", text, labels=labels)
+    for values, number in samples:
+        made.add_metric(values, number)
+    return made
+
+
+_counter = partial(_gauge, family=CounterMetricFamily)
+
+
 class Losses(Collector):
     """Quality losses: expected, allowed, and the drift of live answers."""
 
@@ -158,56 +174,46 @@ class Losses(Collector):
     def collect(self) -> Iterable[Metric]:
         """Return the expected losses by kind and tier, what was counted of answers, and live answers by class and tier."""
         table, tally = self._policy.table, self._policy.tally
-        text = "Share of answers that are expected to be worse than the highest precision's."
-        expected = GaugeMetricFamily("qarr_expected_loss_ratio", text, labels=["class", "complexity", "tier"])
+        losses = [
+            ([kind.value, complexity.value, tier], loss)
+            for tier, of_tier in table.losses.items()
+            for kind, each in of_tier.items()
+            for complexity, loss in each.items()
+        ]
+        labels, text = (
+            ("class", "complexity", "tier"),
+            "Share of answers that are expected to be worse than the highest precision's.",
+        )
+        yield _gauge("expected_loss_ratio", text, labels, [(values, loss.mean) for values, loss in losses])
         text = "Measured answers that this rests on; 0: published."
-        answers = GaugeMetricFamily("qarr_expected_loss_answers", text, labels=["class", "complexity", "tier"])
-        for tier, of_tier in table.losses.items():
-            for kind, each in of_tier.items():
-                for complexity, loss in each.items():
-                    expected.add_metric([kind.value, complexity.value, tier], loss.mean)
-                    answers.add_metric([kind.value, complexity.value, tier], loss.answers)
-        bound = GaugeMetricFamily("qarr_loss_bound_ratio", "Most that a request of a class may lose.", labels=["class"])
-        for kind, most in table.max_loss.items():
-            bound.add_metric([kind.value], most)
-        yield from (expected, answers, bound)
+        yield _gauge("expected_loss_answers", text, labels, [(values, loss.answers) for values, loss in losses])
+        bounds = [([kind.value], most) for kind, most in table.max_loss.items()]
+        yield _gauge("loss_bound_ratio", "Most that a request of a class may lose.", ("class",), bounds)
         yield CounterMetricFamily("qarr_loss_counted_answers", "Answers whose tier the policy chose.", tally.answers)
         text = "Of these, those that are expected to be worse than the highest precision's."
         yield CounterMetricFamily("qarr_loss_expected_answers", text, tally.lost)
         text = "Of these, those that the loss budget would have allowed to be worse."
         yield CounterMetricFamily("qarr_loss_allowed_answers", text, tally.allowed)
-        yield from self._live()
-
-    def _live(self) -> Iterable[Metric]:
+        drifts = [([kind.value, tier], drift) for (kind, tier), drift in self._evaluation.drifts.items()]
         text = "Live prompts that a tier and the highest precision answered again."
-        checked = CounterMetricFamily("qarr_live_checked_answers", text, labels=KIND)
+        yield _counter("live_checked_answers", text, KIND, [(values, drift.checked) for values, drift in drifts])
         text = "Of these, those whose answers could be compared."
-        compared = CounterMetricFamily("qarr_live_compared_answers", text, labels=KIND)
-        text = "Rolling share of compared answers that differ."
-        differing = GaugeMetricFamily("qarr_live_differing_ratio", text, labels=KIND)
+        yield _counter("live_compared_answers", text, KIND, [(values, drift.compared) for values, drift in drifts])
+        text, known = "Rolling share of compared answers that differ.", [(v, d.differing) for v, d in drifts]
+        yield _gauge("live_differing_ratio", text, KIND, [(v, share) for v, share in known if share is not None])
         text = "Rolling mean of the log-probability a token that the highest precision gives up."
-        regret = GaugeMetricFamily("qarr_live_regret_nats", text, labels=KIND)
-        for (kind, tier), drift in self._evaluation.drifts.items():
-            labels = [kind.value, tier]
-            checked.add_metric(labels, drift.checked)
-            compared.add_metric(labels, drift.compared)
-            regret.add_metric(labels, drift.regret)
-            if drift.differing is not None:
-                differing.add_metric(labels, drift.differing)
-        return checked, compared, differing, regret
+        yield _gauge("live_regret_nats", text, KIND, [(values, drift.regret) for values, drift in drifts])
 
 
 class Load(Collector):
-    """The router's load, and the state of its engines."""
+    """The router's load, the state of its engines, and each tier as one more request would find it, for autoscalers."""
 
     def __init__(self, pipeline: Pipeline, retries: Mapping[TierName, int], about: Mapping[str, str]) -> None:
         self._pipeline, self._retries, self._about = pipeline, retries, about
 
     def collect(self) -> Iterable[Metric]:
-        pipeline = self._pipeline
-        about = GaugeMetricFamily("qarr_build_info", "1, with what runs.", labels=["version", "model"])
-        about.add_metric([self._about["version"], self._about["model"]], 1)
-        yield about
+        pipeline, about = self._pipeline, [self._about["version"], self._about["model"]]
+        yield _gauge("build_info", "1, with what runs.", ("version", "model"), [(about, 1)])
         waiting = pipeline.admission
         yield GaugeMetricFamily("qarr_waiting_requests", "Requests that wait for a slot.", waiting.waiting)
         yield GaugeMetricFamily("qarr_waiting_requests_limit", "Requests that may wait.", waiting.most_waiting)
@@ -215,63 +221,58 @@ class Load(Collector):
         yield GaugeMetricFamily("qarr_tasks", "Tasks of the router's event loop.", len(asyncio.all_tasks()))
         blocks = sys.getallocatedblocks()
         yield GaugeMetricFamily("qarr_memory_blocks", "Blocks of memory that Python's objects take.", blocks)
-        yield from self._attempts()
+        yield from self._tiers()
         yield from self._replicas()
 
-    def _attempts(self) -> Iterable[Metric]:
-        fleet = self._pipeline.fleet
-        text = "Attempts that an engine failed."
-        failures = CounterMetricFamily("qarr_upstream_failures", text, labels=["tier", "error"])
-        for (tier, error), count in fleet.failures.items():
-            failures.add_metric([tier, error], count)
-        retries = CounterMetricFamily("qarr_retries", "Further attempts before the first byte.", labels=["tier"])
-        restarts = CounterMetricFamily("qarr_engine_restarts", "Automatic restarts of engines.", labels=["tier"])
-        ready = GaugeMetricFamily("qarr_tier_ready_replicas", "Replicas that get traffic.", labels=["tier"])
-        for spec in fleet.specs:
-            tier = spec.name
-            retries.add_metric([tier], self._retries[tier])
-            restarts.add_metric([tier], fleet.restarts[tier])
-            count = sum(r.spec.name is tier and r.state.status is ReplicaStatus.READY for r in fleet.replicas)
-            if not spec.absent:  # so that no alert waits for it
-                ready.add_metric([tier], count)
-        return failures, retries, restarts, ready
+    def _tiers(self) -> Iterable[Metric]:
+        fleet, snapshot = self._pipeline.fleet, self._pipeline.fleet.snapshot()
+        failures = [([tier, error], count) for (tier, error), count in fleet.failures.items()]
+        yield _counter("upstream_failures", "Attempts that an engine failed.", ("tier", "error"), failures)
+        text, names = "Further attempts before the first byte.", [spec.name for spec in fleet.specs]
+        yield _counter("retries", text, TIER, [([tier], self._retries[tier]) for tier in names])
+        text = "Automatic restarts of engines."
+        yield _counter("engine_restarts", text, TIER, [([tier], fleet.restarts[tier]) for tier in names])
+        there = [tier for tier in snapshot.tiers if not tier.spec.absent]  # so that no alert waits for the others
+        up = [replica.spec.name for replica in fleet.replicas if replica.state.status is ReplicaStatus.READY]
+        ready = [([tier.spec.name], up.count(tier.spec.name)) for tier in there]
+        yield _gauge("tier_ready_replicas", "Replicas that get traffic.", TIER, ready)
+        text = "Waiting requests that a tier could serve; one that several could serve counts for each."
+        waiting = [([tier.spec.name], self._pipeline.admission.waiting_for(tier.spec.name)) for tier in there]
+        yield _gauge("tier_waiting_requests", text, TIER, waiting)
+        text = f"Predicted time to the first token of {PROMPT_TOKENS} prompt tokens sent to a tier now."
+        request = Asked(PROMPT_TOKENS, OUTPUT_TOKENS, output_share=snapshot.output_share)
+        times = [(tier.spec.name, candidate(tier, request, snapshot).times) for tier in there]
+        predicted = [([tier], expected.ttft_ms / 1000) for tier, expected in times if expected is not None]
+        yield _gauge("predicted_ttft_seconds", text, TIER, predicted)
 
     def _replicas(self) -> Iterable[Metric]:
-        labels = ["tier", "replica"]
-        state = GaugeMetricFamily("qarr_replica_state", "1 for a replica's present state.", labels=[*labels, "state"])
-        in_flight = GaugeMetricFamily("qarr_requests_in_flight", "Requests on a replica.", labels=labels)
-        taken = GaugeMetricFamily("qarr_places_taken", "Slots taken: one for each answer of a request.", labels=labels)
-        limit = GaugeMetricFamily("qarr_requests_limit", "Slots of a replica.", labels=labels)
-        opened = CounterMetricFamily("qarr_breaker_opened", "Times that a replica's breaker has opened.", labels=labels)
-        text = "1 while a replica's breaker keeps requests from it."
-        is_open = GaugeMetricFamily("qarr_breaker_open", text, labels=labels)
-        text = "1, with what a replica serves."
-        about = GaugeMetricFamily("qarr_replica_info", text, labels=[*labels, "precision", "checkpoint"])
-        usage = GaugeMetricFamily("qarr_kv_cache_usage_ratio", "Share of a replica's KV cache in use.", labels=labels)
-        text = "Tokens that a replica's draft has proposed since the engine was started (speculative decoding)."
-        drafted = CounterMetricFamily("qarr_draft_tokens", text, labels=labels)
-        accepted = CounterMetricFamily("qarr_draft_tokens_accepted", "Those that were accepted.", labels=labels)
-        text = "Prompt tokens that a replica's engine looked up in its prefix cache since it was started."
-        queries = CounterMetricFamily("qarr_prefix_cache_queries", text, labels=labels)
-        hits = CounterMetricFamily("qarr_prefix_cache_hits", "Those that were found.", labels=labels)
         self._pipeline.fleet.refresh(time.monotonic())
-        for replica in self._pipeline.fleet.replicas:
-            values, now, gauges = [replica.spec.name, replica.id], replica.state, replica.state.gauges
-            state.add_metric([*values, now.status.value], 1)
-            about.add_metric([*values, replica.spec.precision, replica.spec.checkpoint_id or ""], 1)
-            in_flight.add_metric(values, now.in_flight)
-            taken.add_metric(values, now.slots)
-            limit.add_metric(values, now.limit)
-            opened.add_metric(values, replica.breaker.opened)
-            is_open.add_metric(values, now.breaker.state is not BreakerState.CLOSED)
-            if gauges is not None:
-                usage.add_metric(values, gauges.kv_cache_usage)
-                queries.add_metric(values, gauges.cache_queries)
-                hits.add_metric(values, gauges.cache_hits)
-                if gauges.drafted:
-                    drafted.add_metric(values, gauges.drafted)
-                    accepted.add_metric(values, gauges.accepted)
-        return state, about, in_flight, taken, limit, opened, is_open, usage, drafted, accepted, queries, hits
+        found = [([r.spec.name, r.id], r, r.state) for r in self._pipeline.fleet.replicas]
+        told = [(values, state.gauges) for values, _, state in found if state.gauges is not None]
+        drafts = [(values, gauges) for values, gauges in told if gauges.drafted]
+        states = [([*values, state.status.value], 1) for values, _, state in found]
+        yield _gauge("replica_state", "1 for a replica's present state.", (*REPLICA, "state"), states)
+        about = [([*values, r.spec.precision, r.spec.checkpoint_id or ""], 1) for values, r, _ in found]
+        yield _gauge("replica_info", "1, with what a replica serves.", (*REPLICA, "precision", "checkpoint"), about)
+        text = "Requests on a replica."
+        yield _gauge("requests_in_flight", text, REPLICA, [(values, state.in_flight) for values, _, state in found])
+        text = "Slots taken: one for each answer of a request."
+        yield _gauge("places_taken", text, REPLICA, [(values, state.slots) for values, _, state in found])
+        yield _gauge("requests_limit", "Slots of a replica.", REPLICA, [(v, state.limit) for v, _, state in found])
+        text = "Times that a replica's breaker has opened."
+        yield _counter("breaker_opened", text, REPLICA, [(values, r.breaker.opened) for values, r, _ in found])
+        text = "1 while a replica's breaker keeps requests from it."
+        is_open = [(values, state.breaker.state is not BreakerState.CLOSED) for values, _, state in found]
+        yield _gauge("breaker_open", text, REPLICA, is_open)
+        text = "Share of a replica's KV cache in use."
+        yield _gauge("kv_cache_usage_ratio", text, REPLICA, [(values, g.kv_cache_usage) for values, g in told])
+        text = "Tokens that a replica's draft has proposed since the engine was started (speculative decoding)."
+        yield _counter("draft_tokens", text, REPLICA, [(values, g.drafted) for values, g in drafts])
+        text = "Those that were accepted."
+        yield _counter("draft_tokens_accepted", text, REPLICA, [(values, g.accepted) for values, g in drafts])
+        text = "Prompt tokens that a replica's engine looked up in its prefix cache since it was started."
+        yield _counter("prefix_cache_queries", text, REPLICA, [(values, g.cache_queries) for values, g in told])
+        yield _counter("prefix_cache_hits", "Those that were found.", REPLICA, [(v, g.cache_hits) for v, g in told])
 
 
 class Metrics:
@@ -291,7 +292,6 @@ class Metrics:
         pipeline.registry.observers.append(requests.observe)
         ProcessCollector(registry=registry)
         registry.register(Load(pipeline, retries, about))
-        registry.register(Scaling(pipeline))
         registry.register(Losses(evaluation, pipeline.policy))
 
     def count_keys(self, usage: UsageLog, charging: Charging, labels: Labels) -> UsageMetrics:

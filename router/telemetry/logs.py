@@ -97,37 +97,29 @@ def log_failure(scope: Scope, status: int) -> None:
 
 def request_line(record: Mapping[str, Any]) -> str:
     """Return a request, as ``render_summary`` gives it, in one line without its ids; unknown values are left out."""
-    parts = [f"POST {record['route']} {record['outcome']}"]
-    if record["error"]:
-        parts.append(f"({record['error']})")
-    parts.append(f"class={record['class']}")
     served, decided = record["served_by"], record["tier"]
-    if served or decided:
-        instead_of = f"(for {decided})" if served and decided not in {served, None} else ""
-        parts.append(f"tier={served or decided}{instead_of}")
-    parts.extend(f"{name}={record[name]}" for name in ("overflow", "overflow_failure") if record.get(name))
-    parts.extend(
-        f"{name}={shown_ms(record[key])}"
-        for name, key in (("queue", "queue_ms"), ("ttft", "ttft_ms"), ("tpot", "tpot_ms"))
-        if record[key]
-    )
-    parts.append(f"tokens={record['prompt_tokens']}+{record['output_tokens']}")
-    parts.append(f"total={shown_ms(record['duration_ms'])}")
-    if record["overhead_ms"] is not None:
-        parts.append(f"overhead={shown_ms(record['overhead_ms'])}")
-    if record["sla_met"] is False:
-        parts.append("sla=missed")
-    if record["degraded"]:
-        parts.append("degraded=" + ",".join(record["degraded"]))
-    if record["attempts_failed"]:
-        parts.append(f"retries={record['attempts_failed']}")
-    if record["continued_on"]:
-        parts.append("continued_on=" + ",".join(record["continued_on"]))
-    if record["key"]:
-        parts.append(f"key={record['key']}")
-    if record["outcome"] == Outcome.REFUSED or record["outcome"] == Outcome.ERROR:
-        parts.append(f"why: {record['reason']}")
-    return " ".join(parts)
+    instead_of = f"(for {decided})" if served and decided not in {served, None} else ""
+    times = {name: shown_ms(record[f"{name}_ms"]) if record[f"{name}_ms"] else "" for name in ("queue", "ttft", "tpot")}
+    shown = {
+        "class": record["class"],
+        "tier": f"{served or decided}{instead_of}" if served or decided else "",
+        "overflow": record.get("overflow"),
+        "overflow_failure": record.get("overflow_failure"),
+        **times,
+        "tokens": f"{record['prompt_tokens']}+{record['output_tokens']}",
+        "total": shown_ms(record["duration_ms"]),
+        "overhead": shown_ms(record["overhead_ms"]) if record["overhead_ms"] is not None else "",
+        "sla": "missed" if record["sla_met"] is False else "",
+        "degraded": ",".join(record["degraded"]),
+        "retries": record["attempts_failed"],
+        "continued_on": ",".join(record["continued_on"]),
+        "key": record["key"],
+    }
+    error = f" ({record['error']})" if record["error"] else ""
+    line = f"POST {record['route']} {record['outcome']}{error} "
+    line += " ".join(f"{name}={value}" for name, value in shown.items() if value)
+    wrong = record["outcome"] == Outcome.REFUSED or record["outcome"] == Outcome.ERROR
+    return f"{line} why: {record['reason']}" if wrong else line
 
 
 def shown_ms(milliseconds: float | None) -> str:
@@ -287,11 +279,8 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line; it is made once, for its size is asked for before it is written."""
         made: str | None = getattr(record, "json", None)
-        if made is None:
-            made = record.__dict__["json"] = self._made(record)
-        return made
-
-    def _made(self, record: logging.LogRecord) -> str:
+        if made is not None:
+            return made
         line: dict[str, Any] = {
             "at": round(record.created, 3),
             "level": record.levelname.lower(),
@@ -307,9 +296,11 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         try:
-            return to_json(line, fallback=str, inf_nan_mode="constants").decode()
+            made = to_json(line, fallback=str, inf_nan_mode="constants").decode()
         except ValueError:  # a lone surrogate, which the file's own encoding escapes
-            return json.dumps(line, ensure_ascii=False, default=str, separators=(",", ":"))
+            made = json.dumps(line, ensure_ascii=False, default=str, separators=(",", ":"))
+        record.__dict__["json"] = made
+        return made
 
 
 class TextFormatter(logging.Formatter):
