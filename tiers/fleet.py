@@ -89,7 +89,8 @@ class Lease:
         replica.prompt_computed(prompt_tokens, now)
         self._prompt_tokens = 0
         if not self._judged:
-            self._answered()
+            self._judged = True
+            replica.breaker.succeeded(probe=self._probe)
         if ttft_ms is None or self.sequences > 1:
             return
         if speed is None or not speed.profiled:
@@ -130,14 +131,16 @@ class Lease:
         work.generated += max(output_tokens - self._generated, 0)  # of an answer that was not streamed
         work.silence_s, work.silent_from = 0.0, now
         if not self._judged:
-            self._answered()
+            self._judged = True
+            replica.breaker.succeeded(probe=self._probe)
         if tpot_ms is not None and self.sequences == 1 and self.predicted is not None and speed is not None:
             tpot = trends.tpot.after(self.predicted.tpot_ms, tpot_ms, now, speed.tpot_spread)
             trends = Trends(trends.ttft, tpot)
         replica.state = structs.replace(replica.state, served=state.served + 1, trends=trends)
         if cached_tokens is not None:
             self._correct(cached_tokens)
-        self._note(now, tpot_ms, output_tokens)
+        if speed is None or not speed.profiled:
+            self._note(now, tpot_ms, output_tokens)
         if output_tokens and self._asked_tokens:
             share = min(output_tokens / self._asked_tokens, 1.0)
             self._fleet.output_share += (1 - OUTPUT_MEMORY) * (share - self._fleet.output_share)
@@ -152,10 +155,10 @@ class Lease:
             sent.correct(self.replica.prefixes, cached_tokens)
 
     def _note(self, now: float, tpot_ms: float | None, output_tokens: int) -> None:
-        """Note the answer's times and the replica's work meanwhile, if the replica's speed is learned from answers."""
+        """Note the answer's times and the replica's work meanwhile, to learn its speed from."""
         replica = self.replica
         seen, begun = self._seen, self._begun
-        if seen is None or begun is None or not replica.learns:  # several sequences never begin
+        if seen is None or begun is None:  # several sequences never begin
             return
         began, sequence_s, prompts = begun
         if tpot_ms is not None and tpot_ms > 0 and now > began:
@@ -178,10 +181,6 @@ class Lease:
         self._judged = True
         replica.breaker.failed(monotonic(), probe=self._probe)
         replica.update(failed=replica.state.failed + 1)
-
-    def _answered(self) -> None:
-        self._judged = True
-        self.replica.breaker.succeeded(probe=self._probe)
 
     def release(self) -> None:
         """Free the slots. Only the first call counts."""
@@ -389,7 +388,8 @@ class Fleet:
         if over_limit:
             found = _least_loaded_open(members)
         elif members:
-            request = self._request(prompt_tokens, kv_tokens, sequences)
+            long = prompt_tokens > self.options.long_prompt_tokens
+            request = Request(prompt_tokens, kv_tokens - prompt_tokens, sequences, long, self.output_share)
             found = choose(self._tier_snapshot(members[0].spec, members, prefix), request, load)
         if found < 0:
             return None
@@ -429,10 +429,6 @@ class Fleet:
         if load.sequences < most:
             return predicted, predicted.ttft_ms
         return predicted, speed.times(to_read, structs.replace(load, sequences=most - 1), most, share).ttft_ms
-
-    def _request(self, prompt_tokens: int, kv_tokens: int, sequences: int) -> Request:
-        long = prompt_tokens > self.options.long_prompt_tokens
-        return Request(prompt_tokens, kv_tokens - prompt_tokens, sequences, long, self.output_share)
 
     def _tier_snapshot(self, spec: TierSpec, members: Sequence[Replica], prefix: Prefix | None) -> TierSnapshot:
         """Return some replicas of a tier as they are, and what they hold of a prompt."""
@@ -475,7 +471,8 @@ class Fleet:
     def has_capacity(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> bool:
         """Tell whether a request could be leased on one of several tiers, apart from the excluded replicas."""
         self.refresh(monotonic())
-        request = self._request(demand.prompt_tokens, self._kv_tokens(demand), demand.sequences)
+        prompt_tokens, long = demand.prompt_tokens, demand.prompt_tokens > self.options.long_prompt_tokens
+        request = Request(prompt_tokens, self._kv_tokens(demand) - prompt_tokens, demand.sequences, long)
         return any(
             takes(replica.state, request, replica.spec.max_in_flight)
             for tier in tiers

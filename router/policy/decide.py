@@ -60,8 +60,9 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> Decis
     tokens, output = query.tokens_to_read, fleet.output_share * query.max_tokens * query.sequences
     request = Request(tokens, output, query.sequences, tokens > fleet.long_prompt_tokens, fleet.output_share)
     choice, possible, within = _undecided(query, fleet, table, request), [], []
-    for estimate in choice.asked:
-        if estimate.obstacle is None:
+    only = query.hint if query.require else None
+    for estimate in choice.estimates:
+        if estimate.obstacle is None and (only is None or estimate.tier is only):
             possible.append(estimate)
             if estimate.meets:
                 within.append(estimate)
@@ -70,7 +71,7 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> Decis
     degraded: tuple[Degraded, ...] = ()
     if within:
         chosen, basis = _choose(query, table, within)
-        choice = Choice(query, table, choice.z, choice.scarcity, choice.estimates, chosen, basis)
+        choice = choice._replace(chosen=chosen, basis=basis)
         if basis is Basis.DEGRADED_QUALITY:
             degraded = ("quality",)
     else:
@@ -93,13 +94,15 @@ def _undecided(query: Query, fleet: FleetSnapshot, table: PolicyParameters, requ
     confidence = query.sla.confidence
     z = _NORMAL.inv_cdf(table.sla_confidence if confidence is None else confidence)
     scarcity = 1.0 if table.prices else _scarcity(highest)
-    context = _Context(query, table, request, z, scarcity, table.bound(query), there)
+    asked = query.sla.max_quality_loss
+    bound = table.max_loss.get(query.features.prompt_class) if asked is None else asked
+    context = _Context(query, table, request, z, scarcity, bound, there)
     below, estimates = query.hint is not None, []
     for tier, best, obstacle in found:
         if tier.spec.name is query.hint:
             below = False
         estimates.append(_estimate(tier, best, obstacle, context, below=below))
-    return Choice(query, table, z, scarcity, tuple(estimates))
+    return Choice(query, table, z, scarcity, tuple(estimates), bound=bound)
 
 
 def _refused(choice: Choice, fleet: FleetSnapshot, request: Request, *, possible: bool) -> Decision:
@@ -125,7 +128,7 @@ class _Context(NamedTuple):
     """What is the same for all tiers of a decision.
 
     Attributes:
-        bound: Share of answers that may get worse, as the request says, else its class; None: there is no bound.
+        bound: See ``Choice``.
         there: Sequences in the fleet, the request's own included.
     """
 

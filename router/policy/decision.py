@@ -82,11 +82,6 @@ class PolicyParameters:
             return loss
         return mixed(loss, of_tier[PromptClass.UNKNOWN][complexity], features.confidence)
 
-    def bound(self, query: Query) -> float | None:
-        """Return the share of answers, 0..1, that a request lets get worse, else its class; None: there is no bound."""
-        asked = query.sla.max_quality_loss
-        return self.max_loss.get(query.features.prompt_class) if asked is None else asked
-
     def budget(self, tier: TierName) -> float:
         """Return the share of answers, 0..1, that may get worse on a tier where engine time is as scarce as can be.
 
@@ -291,6 +286,7 @@ class Choice(NamedTuple):
         z: The confidence asked for, as a quantile of the normal distribution.
         scarcity: Of engine time, 0..1.
         estimates: One for each tier, by rising precision.
+        bound: Share of answers, 0..1, that the request lets get worse, else its class; None: there is no bound.
         chosen: None: the request is refused.
         given_up: Bounds that no tier meets.
     """
@@ -303,6 +299,7 @@ class Choice(NamedTuple):
     chosen: Estimate | None = None
     basis: Basis = Basis.REFUSED
     given_up: tuple[Degraded, ...] = ()
+    bound: float | None = None
 
     @property
     def asked(self) -> list[Estimate]:

@@ -118,9 +118,8 @@ def _unfit(choice: Choice, estimate: Estimate) -> str:
     query, name = choice.query, estimate.tier
     if choice.rank(name) < choice.rank(query.hint):
         return f"hint {query.hint} wants {query.hint} or higher"
-    bound = choice.table.bound(query)
-    if bound is not None and estimate.worst > bound:
-        return f"{_kind(choice)}: {name} may get {estimate.worst:.3f} of answers wrong, {bound:g} is allowed"
+    if choice.bound is not None and estimate.worst > choice.bound:
+        return f"{_kind(choice)}: {name} may get {estimate.worst:.3f} of answers wrong, {choice.bound:g} is allowed"
     wrong = one_in(estimate.loss.mean)
     return f"{_kind(choice)}: {name} would get {wrong} answers wrong, more than policy.loss_budget allows"
 

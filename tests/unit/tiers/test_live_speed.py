@@ -102,13 +102,15 @@ async def test_a_profile_ends_it_and_a_restart_begins_it_anew() -> None:
     replica.mark(ReplicaStatus.READY)
     live = LiveSpeed(fleet)
     for seen in answers(100):
-        replica.note_answer(seen)
+        replica.answers.last.append(seen)
+        replica.answers.noted += 1
     await live.look(replica)
     assert replica.state.speed is not None
     assert replica.state.speed.learned
     replica.measured(profiled := replace(TRUE, profiled=True))
     for seen in answers(100, noise=0.5):
-        replica.note_answer(seen)
+        replica.answers.last.append(seen)
+        replica.answers.noted += 1
     await live.look(replica)
     assert replica.state.speed is profiled
     replica.mark(ReplicaStatus.STARTING)
@@ -130,7 +132,8 @@ async def test_replicas_that_were_removed_are_forgotten(monkeypatch: pytest.Monk
         replica = fleet.add(Replica(f"fast-{number}", spec, "", "", "m"))
         replica.mark(ReplicaStatus.READY)
         for seen in answers(ENOUGH):
-            replica.note_answer(seen)
+            replica.answers.last.append(seen)
+            replica.answers.noted += 1
         await until(lambda r=replica: r.state.speed is not None)
         assert replica.id in live._answers
         fleet.remove(replica)
