@@ -19,10 +19,10 @@ from msgspec import structs
 from tiers.choice import Request, choose, takes, tell_apart
 from tiers.preparing import Preparations
 from tiers.ranking import rising
-from tiers.replica import FleetOptions, Replica, Sent, Share, Totals
+from tiers.replica import FleetOptions, Replica, SentPrompt, Share, Totals
 from tiers.snapshot import FleetLoad, FleetSnapshot, TierSnapshot, Trends, load_of
 from tiers.spec import ReplicaStatus, TemplateTokens, TierName, TierSpec
-from tiers.speed import MOST_BESIDE, Load, Seen, SpeedModel, Times
+from tiers.speed import MOST_BESIDE, AnswerSample, Load, SpeedModel, Times
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -61,7 +61,7 @@ class Lease:
     replica: Replica
     predicted: Times | None
     sequences: int
-    sent: Sent | None
+    sent: SentPrompt | None
     _fleet: Fleet
     _prompt_tokens: int  # that are not computed yet
     _output_tokens: int
@@ -71,7 +71,7 @@ class Lease:
     _unqueued_ms: float | None
     _probe: int
     _load: Load  # of the replica, without the request
-    _seen: Seen | None = None
+    _seen: AnswerSample | None = None
     _begun: tuple[float, float, int] | None = None  # time of the first token, and the replica's work then
     _judged: bool = False
     _released: bool = False
@@ -95,7 +95,7 @@ class Lease:
             return
         if speed is None or not speed.profiled:
             load, self._begun = self._load, (now, *replica.work_at(now))
-            self._seen = Seen(prompt_tokens, load.sequences, load.prompt_tokens, load.neighbours, ttft_ms)
+            self._seen = AnswerSample(prompt_tokens, load.sequences, load.prompt_tokens, load.neighbours, ttft_ms)
         if self._unqueued_ms is not None:
             expected_ms = self._unqueued_ms * math.exp(max(trends.ttft.mean, 0.0))
             replica.limiter.sample(expected_ms, ttft_ms, self._slots_taken)
@@ -396,7 +396,7 @@ class Fleet:
         replica = members[found]
         sent, to_read = None, prompt_tokens
         if prefix is not None:
-            sent = Sent.to(replica, prefix)
+            sent = SentPrompt.to(replica, prefix)
             to_read = max(prompt_tokens - sent.cached, 0)
         before = load_of(replica.state, replica.output_tokens, load)
         predicted, unqueued_ms = self._times(replica, before, to_read, max_tokens, sequences)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from tiers.least_squares import least_squares
 from tiers.spec import ReplicaStatus
-from tiers.speed import IDLE, Seen, SpeedModel
+from tiers.speed import IDLE, AnswerSample, SpeedModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +46,7 @@ LEAST_SPREAD, MOST_SPREAD = 0.05, 1.0
 Row = tuple[float, ...]
 
 
-def learn(seen: Sequence[Seen], max_num_seqs: int, idle: SpeedModel | None = None) -> SpeedModel | None:
+def learn(seen: Sequence[AnswerSample], max_num_seqs: int, idle: SpeedModel | None = None) -> SpeedModel | None:
     """Fit a replica's speed to its answers; return None if they are too few.
 
     Args:
@@ -59,8 +59,8 @@ def learn(seen: Sequence[Seen], max_num_seqs: int, idle: SpeedModel | None = Non
     if len(begun) < ENOUGH or len(decoded) < ENOUGH:
         return None
     if idle is not None:
-        begun += [Seen(n, 0, 0, 0.0, idle.times(n, IDLE, max_num_seqs, 1.0).ttft_ms) for n in (16, 256)]
-        decoded.append(Seen(0, 0, 0, 0.0, 0.0, 1.0, 0.0, idle.step_ms(1)))
+        begun += [AnswerSample(n, 0, 0, 0.0, idle.times(n, IDLE, max_num_seqs, 1.0).ttft_ms) for n in (16, 256)]
+        decoded.append(AnswerSample(0, 0, 0, 0.0, 0.0, 1.0, 0.0, idle.step_ms(1)))
     best, least = _fit(begun, decoded, 0.0)
     for contention in CONTENTIONS:
         model, deviation = _fit(begun, decoded, contention)
@@ -69,7 +69,7 @@ def learn(seen: Sequence[Seen], max_num_seqs: int, idle: SpeedModel | None = Non
     return best
 
 
-def _fit(begun: Sequence[Seen], decoded: Sequence[Seen], contention: float) -> tuple[SpeedModel, float]:
+def _fit(begun: Sequence[AnswerSample], decoded: Sequence[AnswerSample], contention: float) -> tuple[SpeedModel, float]:
     """Fit all parameters but the contention; return the model and its median deviation."""
     (base, slope, _), tpot_spread, tpot_typical = _robust(
         [(1.0, s.batch, s.prefilled) for s in decoded],

@@ -15,7 +15,7 @@ from tiers.limit import ConcurrencyLimit
 from tiers.prefix_memory import PrefixMemory
 from tiers.snapshot import NO_PAUSE, FleetLoad, Gauges, Pause, ReplicaState, Trends, load_of
 from tiers.spec import ReplicaStatus, TierSpec
-from tiers.speed import BUSY_MEMORY_S, PREFILL_MEMORY_MS, Load, Seen, SpeedModel, Trend
+from tiers.speed import BUSY_MEMORY_S, PREFILL_MEMORY_MS, AnswerSample, Load, SpeedModel, Trend
 
 if TYPE_CHECKING:
     from tiers.prefix_memory import Prefix
@@ -55,7 +55,7 @@ class Share(NamedTuple):
         return self.slots if now < self.until else 0
 
 
-class Sent(NamedTuple):
+class SentPrompt(NamedTuple):
     """A prompt that was sent to a replica.
 
     Attributes:
@@ -190,7 +190,7 @@ class Work:
 class Answers:
     """A replica's last answers, to learn its speed from; ``noted``: how many there ever were."""
 
-    last: deque[Seen] = field(default_factory=lambda: deque(maxlen=KEPT_ANSWERS))
+    last: deque[AnswerSample] = field(default_factory=lambda: deque(maxlen=KEPT_ANSWERS))
     noted: int = 0
 
 

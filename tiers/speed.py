@@ -234,7 +234,7 @@ class Trend(Struct, frozen=True):
 STEADY = Trend(0.0, UNMEASURED_SPREAD**2, 0.0)
 
 
-class Seen(NamedTuple):
+class AnswerSample(NamedTuple):
     """One answer, and its replica's load. Times in milliseconds.
 
     Attributes:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from router.upstream.engine_request import EngineRequest
     from router.upstream.sse import AnswerFormat, Chunk
     from tiers.fleet import Lease
-    from tiers.replica import Sent
+    from tiers.replica import SentPrompt
     from tiers.spec import TierName, TierSpec
 
     Feed = Callable[[Sequence[Chunk]], bool]  # takes what came together; tells whether it takes more now
@@ -54,7 +54,7 @@ class OverflowHold:
     replica: OverflowServer
     sequences: int
     free: Callable[[], None]
-    sent: Sent | None = None
+    sent: SentPrompt | None = None
     _released: bool = False
 
     def first_token(self, ttft_ms: float | None = None) -> None:

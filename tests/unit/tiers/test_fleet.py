@@ -17,7 +17,7 @@ from tiers.fleet import Demand, Fleet, Lease
 from tiers.replica import FOREIGN_POLLS, PeerLoad, Replica, Share
 from tiers.snapshot import FleetLoad, Gauges, KvCache, ReplicaState, load_of
 from tiers.spec import ReplicaStatus, TemplateTokens, TierName, TierSpec
-from tiers.speed import ALWAYS_MS, HALF_LIFE_S, PREFILL_MEMORY_MS, Load, Seen, SpeedModel, Trend
+from tiers.speed import ALWAYS_MS, HALF_LIFE_S, PREFILL_MEMORY_MS, AnswerSample, Load, SpeedModel, Trend
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -416,7 +416,7 @@ def test_what_belongs_to_a_process_goes_with_it() -> None:
     lease = leased(fleet, 100, 10)
     for _ in range(FOREIGN_POLLS):
         replica.note_gauges(Gauges(5, 0, 0.99, 1000))
-    replica.answers.last.append(Seen(1, 1, 1, 0.0, 1.0))
+    replica.answers.last.append(AnswerSample(1, 1, 1, 0.0, 1.0))
     for _ in range(3):
         replica.breaker.failed(0.0, probe=0)
     replica.mark(ReplicaStatus.STARTING, "restart 1")

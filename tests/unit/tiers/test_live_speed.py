@@ -17,7 +17,7 @@ from tiers.fleet import Fleet
 from tiers.live_speed import ENOUGH, LiveSpeed, learn
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
-from tiers.speed import Load, Seen, SpeedModel
+from tiers.speed import AnswerSample, Load, SpeedModel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +30,7 @@ SEQS = 16
 
 def answers(
     count: int, noise: float = 0.0, outliers: float = 0.0, seed: int = 3, batch: int | None = None
-) -> list[Seen]:
+) -> list[AnswerSample]:
     """Return what an engine of the true speed shows under changing loads, none of them idle."""
     source, found = random.Random(seed), []
     for _ in range(count):
@@ -46,7 +46,9 @@ def answers(
 
         tpot_ms = (TRUE.step_ms(sequences) + TRUE.prefill_ms_per_token * prefilled) * slowed
         found.append(
-            Seen(prompt, sequences - 1, waiting, neighbours, seen(times.ttft_ms), sequences, prefilled, seen(tpot_ms))
+            AnswerSample(
+                prompt, sequences - 1, waiting, neighbours, seen(times.ttft_ms), sequences, prefilled, seen(tpot_ms)
+            )
         )
     return found
 
