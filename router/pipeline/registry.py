@@ -12,6 +12,7 @@ import re
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from router.accounting.budgets import OverBudget
@@ -149,9 +150,11 @@ class RequestRegistry:
         window.append((now, served.tier or record.decision.tier, outcome, times, record.sla_met))
         while window[0][0] < now - WINDOW_S:
             window.popleft()
-        if request_lines.isEnabledFor(level := logging.WARNING if record.kept_for is KeptFor.ERROR else logging.INFO):
-            log_request(record, level)
-        for observe in self.observers:
+        level = logging.WARNING if record.kept_for is KeptFor.ERROR else logging.INFO
+        observers = self.observers
+        if request_lines.isEnabledFor(level):
+            observers = [partial(log_request, level=level), *observers]
+        for observe in observers:
             try:
                 observe(record)
             except Exception:  # an observer must not break a request

@@ -225,25 +225,13 @@ def _hop_span(hop: Hop, arrived: float, duration_ms: float) -> dict[str, Any]:
 
 
 def _span(  # noqa: PLR0917  in the order of the members
-    name: str,
-    kind: str,
-    start_ms: float,
-    duration_ms: float,
-    attributes: dict[str, Any],
-    events: list[dict[str, Any]],
+    name: str, kind: str, start_ms: float, duration_ms: float, attributes: dict[str, Any], events: list[dict[str, Any]],
     error: str | None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     return {
-        "span_id": "",
-        "parent_id": None,
-        "name": name,
-        "kind": kind,
-        "start_ms": start_ms,
-        "duration_ms": round(duration_ms, 3),
-        "attributes": attributes,
-        "events": events,
-        "error": error,
-    }
+        "span_id": "", "parent_id": None, "name": name, "kind": kind, "start_ms": start_ms,
+        "duration_ms": round(duration_ms, 3), "attributes": attributes, "events": events, "error": error,
+    }  # fmt: skip
 
 
 def _event(name: str, at_ms: float, attributes: dict[str, Any]) -> dict[str, Any]:
