@@ -1,4 +1,4 @@
-"""What affinity brings: chats of several turns on two replicas of ``precise``, with ``admission.affinity`` on and off.
+"""What affinity brings: chats of several turns on two replicas of ``precise``, with affinity on and off.
 
     .venv/bin/python benchmarks/affinity.py [--rounds 4] [--chats 8] [--turns 4] [--at-once 4]
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 CONTEXT = 4096
+TURNED = "from router.settings import AdmissionSettings as A; A.affinity"
 ANSWER = 24  # tokens of each answer
 TEXT = (
     "river window paper garden engine morning letter stone winter market silver bridge forest captain number island"
@@ -82,9 +83,10 @@ def router(urls: Sequence[str], tokenizer: Path, folder: Path, *, affinity: bool
     config.write_text(
         f"[tiers.precise]\nurls = {json.dumps(list(urls))}\nmax_model_len = {CONTEXT}\n"
         f"[policy]\nprofiles = {json.dumps(str(folder))}\n"
-        f"[admission]\naffinity = {json.dumps(affinity)}\n[profile]\nauto = false\n"
+        "[profile]\nauto = false\n"
     )
-    argv = [str(ROOT / ".venv/bin/qarr"), "serve", "--config", str(config), "--tokenizer", str(tokenizer)]
+    main = f"{TURNED} = {affinity}; from router.cli.main import main; main()"
+    argv = [sys.executable, "-c", main, "serve", "--config", str(config), "--tokenizer", str(tokenizer)]
     with process([*argv, "--port", str(port)], None, log=folder / "router.log"):
         wait_for(port, "/healthz")
         deadline = time.monotonic() + 300

@@ -26,8 +26,8 @@ from router.accounting.budgets import OverBudget, periods
 from router.accounting.database import Database
 from router.accounting.ledgers import BudgetLedger, RedisLedger, SqliteLedger
 from router.accounting.reservations import Reservations
+from router.accounting.settings import BudgetSettings
 from router.auth.api_keys import Account, Budget, Caller
-from router.settings import BudgetSettings
 from router.telemetry.record import Cost
 
 ROOT = str(Path(__file__).resolve().parents[1])

@@ -21,7 +21,7 @@ from classifier import EstimatingCounter, extract
 from router.policy.decide import decide
 from router.policy.decision import PolicyParameters, Query, Sla
 from router.policy.decision_log import DecisionLog
-from router.policy.explain import verdicts
+from router.policy.explain import verdict
 from router.policy.losses import losses
 from tiers.fleet import Fleet
 from tiers.replica import Replica
@@ -50,7 +50,7 @@ class Load:
         for number in range(replicas):
             spec = specs[number % len(specs)]
             name = f"{spec.name}-{number}"
-            replica = self.fleet.add(Replica(name, spec, "http://127.0.0.1", "", "m", state=ReplicaStatus.READY))
+            replica = self.fleet.add(Replica(name, spec, "http://127.0.0.1", "", "m", status=ReplicaStatus.READY))
             replica.measured(
                 SpeedModel(20, 1, 20 + 20 * STANDARD_TIERS.index(spec.name), 2, 1, 0.5, 0.1, 0.1, profiled=True)
             )
@@ -82,7 +82,9 @@ class Load:
         self.times["snapshot"].append((snapped - began) * 1e6)
         self.times["decision, bounds on everything"].append((decided - snapped) * 1e6)
         self.times["both"].append((decided - began) * 1e6)
-        self.time("its report on every tier", lambda: verdicts(decision))
+        self.time(
+            "its report on every tier", lambda: [verdict(decision.choice, each) for each in decision.choice.estimates]
+        )
         self.time("both, alike", lambda: decide(query, fleet.snapshot(), TABLE))
         assert decision.tier is not None
         self.time("lease, first token, end, release", lambda: self.serve(decision.tier or TierName.FAST))

@@ -209,8 +209,7 @@ def base_settings(port: int, folder: Path) -> dict[str, dict[str, Any]]:
         "server": {"port": port},
         "policy": {"profiles": str(folder / "profiles")},
         "telemetry": {"decision_log": str(folder / "decisions.jsonl")},
-        "profile": {"auto": False, "live": False},
-        "engine": {"warmup_question": "What is the capital of France?"},
+        "profile": {"auto": False},
     }
 
 

@@ -11,16 +11,17 @@ whose turn is expected too late are not simulated: such a request waits, and is 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec import structs
 from recording import NOT_SERVED, Result, is_met, mean_loss
 
 from router.policy.decide import decide, successors
 from router.policy.decision import Refusal
 from router.policy.profiles import ProfileError
-from tiers.choice import Ask
-from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TierSnapshot
+from tiers.choice import Request, choose
+from tiers.snapshot import FleetSnapshot, Pause, ReplicaState, TierSnapshot, Trends
 from tiers.spec import ReplicaStatus
 from tiers.speed import ALWAYS_MS, BUSY_MEMORY_S, MOST_BESIDE, PREFILL_MEMORY_MS, Load, Trend
 
@@ -130,7 +131,7 @@ class _Replica:
     id: str
     speed: SpeedModel
     trends: bool
-    seen: ReplicaSnapshot | None = None
+    seen: ReplicaState | None = None
     waiting: list[_Request] = field(default_factory=list)
     prefilling: _Request | None = None
     starting: list[_Request] = field(default_factory=list)
@@ -140,11 +141,11 @@ class _Replica:
 
     @property
     def ttft_trend(self) -> Trend:
-        return self.seen.ttft_trend if self.seen and self.trends else Trend(0.0, self.speed.ttft_spread**2, 0.0)
+        return self.seen.trends.ttft if self.seen and self.trends else Trend(0.0, self.speed.ttft_spread**2, 0.0)
 
     @property
     def tpot_trend(self) -> Trend:
-        return self.seen.tpot_trend if self.seen and self.trends else Trend(0.0, self.speed.tpot_spread**2, 0.0)
+        return self.seen.trends.tpot if self.seen and self.trends else Trend(0.0, self.speed.tpot_spread**2, 0.0)
 
     def rate(self, now: float) -> float:
         """Return the recent arrival rate, in prompt tokens a millisecond."""
@@ -262,26 +263,20 @@ class _Replica:
             output += int(to_come * request.query.sequences)
         return Load(self.sequences, prompts, output, 0.0, self.rate(now))
 
-    def snapshot(self, load: Load) -> ReplicaSnapshot:
+    def state(self, load: Load) -> ReplicaState:
         """Return the replica as a policy sees it."""
-        return ReplicaSnapshot(
+        return ReplicaState(
             id=self.id,
             url="",
-            pid=None,
-            state=ReplicaStatus.READY,
-            detail=None,
+            status=ReplicaStatus.READY,
             in_flight=len(self.requests),
-            prompt_tokens_outstanding=load.prompt_tokens,
-            output_tokens_outstanding=load.output_tokens,
-            served=0,
-            failed=0,
+            slots=self.sequences,
+            prompt_tokens=load.prompt_tokens,
             load=load,
             speed=self.speed,
-            ttft_trend=self.ttft_trend,
-            tpot_trend=self.tpot_trend,
-            admits=self.seen.admits if self.seen else True,
+            trends=Trends(self.ttft_trend, self.tpot_trend),
+            breaker=Pause(admits=self.seen.breaker.admits if self.seen else True),
             limit=self.seen.limit if self.seen else 1 << 30,
-            places=self.sequences,
         )
 
 
@@ -394,13 +389,16 @@ class _Router:
 
     def _snapshot(self) -> FleetSnapshot:
         there = self._there()
-        tiers = tuple(
-            TierSnapshot(tier.spec, tuple(seen for name, seen in there if name is tier.spec.name), tier.preparing)
-            for tier in self._fleet.tiers
+        tiers = []
+        for tier in self._fleet.tiers:
+            states = tuple(state for name, state in there if name is tier.spec.name)
+            outputs = tuple(state.load.output_tokens for state in states)
+            tiers.append(TierSnapshot(tier.spec, states, outputs, tier.preparing))
+        return FleetSnapshot(
+            tuple(tiers), self._fleet.template, self._fleet.output_share, self._fleet.long_prompt_tokens
         )
-        return FleetSnapshot(tiers, self._fleet.template, self._fleet.output_share, self._fleet.long_prompt_tokens)
 
-    def _there(self) -> list[tuple[TierName, ReplicaSnapshot]]:
+    def _there(self) -> list[tuple[TierName, ReplicaState]]:
         """Return the replicas that are there, each with what its neighbours have left to do, as ``tiers.fleet`` has it."""
         there = [(r, r.load(self._now)) for r in self._replicas if r.seen is not None]
         others, looked_for = max(len(there) - 1, 1), len(there) <= MOST_BESIDE
@@ -416,8 +414,10 @@ class _Router:
             if looked_for and replica.speed.contention:
                 usually = min(self._busy_lately / len(there), 1.0)
                 left_ms = (sum(left.values()) - left.get(replica.id, 0.0)) / busy if busy else ALWAYS_MS
-            beside = replace(load, neighbours=busy / others, neighbours_left_ms=left_ms, neighbours_usually=usually)
-            found.append((replica.spec.name, replica.snapshot(beside)))
+            beside = structs.replace(
+                load, neighbours=busy / others, neighbours_left_ms=left_ms, neighbours_usually=usually
+            )
+            found.append((replica.spec.name, replica.state(beside)))
         return found
 
     def _neighbours(self, replica: _Replica) -> float:
@@ -449,4 +449,4 @@ def _order(request: _Request) -> tuple[int, float]:
 
 
 def _is_free(tier: TierSnapshot) -> bool:
-    return tier.next(Ask(1, 1, 1, long=False, most=tier.spec.max_in_flight)) is not None
+    return choose(tier, Request(1, 1), None) >= 0

@@ -89,7 +89,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, real_engines() as engines:
         latency = kept_speeds(args.profiles, engines)
         for number in range(args.rounds):
-            with router(Path(folder) / str(number), engines, {"profile": {"live": True}}) as running:
+            with router(Path(folder) / str(number), engines) as running:
                 latency = latency or measure_speed(running, args.step)
                 give_speeds(running, latency)
                 pairs += _round(running, engines, number, auto=args.auto)

@@ -15,7 +15,7 @@ from measure import ROOT, free_port, process, wait_for
 from token_load import Question
 from token_stub import MODEL
 
-from router.settings import cache_dir
+from router.section import cache_dir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -21,7 +21,8 @@ from recording import differing, read_recording, seen, summarise
 from router.policy.decision import PRIORITIES
 from router.policy.profiles import ProfileError, load_latency, load_profile
 from router.policy.table import policy_table
-from router.settings import SettingsError, load_settings
+from router.section import SettingsError
+from router.settings import load_settings
 from tiers.spec import in_order
 
 if TYPE_CHECKING:

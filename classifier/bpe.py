@@ -25,7 +25,7 @@ _NORMAL_FORMS: dict[str, NormalForm] = {"NFC": "NFC", "NFD": "NFD", "NFKC": "NFK
 
 @dataclass(frozen=True, slots=True)
 class ByteLevelBpe:
-    """Encodes as the original tokenizer does, for every text that it ``covers``.
+    """Encodes as the original tokenizer does, or not at all.
 
     Attributes:
         encoding: The rebuilt tokenizer.
@@ -39,18 +39,19 @@ class ByteLevelBpe:
     missing_bytes: bytes
     added_starts: frozenset[str]
 
-    def covers(self, text: str) -> bool:
-        """Tell whether the vocabulary has every byte of a text and the text needs no normalizing.
+    def encode(self, text: str) -> list[int] | None:
+        """Return the ids of a text, added tokens matched; None: the vocabulary lacks a byte, or it needs normalizing.
 
         Added tokens are matched before normalizing, so a text that normalizing would change is not encoded here.
+
+        Raises:
+            UnicodeEncodeError: The text has a lone surrogate.
         """
         data = text.encode()
         if len(data.translate(None, self.missing_bytes)) != len(data):
-            return False
-        return self.normal_form is None or unicodedata.is_normalized(self.normal_form, text)
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text that is covered; added tokens in the text are matched."""
+            return None
+        if self.normal_form is not None and not unicodedata.is_normalized(self.normal_form, text):
+            return None
         for start in self.added_starts:
             if start in text:
                 return self.encoding.encode(text, allowed_special="all")

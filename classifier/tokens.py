@@ -50,7 +50,7 @@ class ModelTokenCounter(TokenCounter):
         self._reference.no_truncation()
         self._reference.no_padding()
         fast = rebuild(json.loads(definition))
-        if fast and any(fast.covers(text) and fast.encode(text) != self._encode_slowly(text) for text in _PROBES):
+        if fast and any(fast.encode(text) not in (None, self._encode_slowly(text)) for text in _PROBES):
             fast = None
         self._fast = fast
 
@@ -75,12 +75,10 @@ class ModelTokenCounter(TokenCounter):
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without any that a chat template adds. Special tokens in the text are matched."""
         try:
-            text.encode()
+            ids = self._fast.encode(text) if self._fast else None
         except UnicodeEncodeError:
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        if self._fast and self._fast.covers(text):
-            return self._fast.encode(text)
-        return self._encode_slowly(text)
+            ids = None
+        return self._encode_slowly(text) if ids is None else ids
 
     def count(self, text: str) -> int:
         """Return the number of tokens of a text, without any that a chat template adds.
@@ -95,5 +93,6 @@ class ModelTokenCounter(TokenCounter):
         return sum(len(self.encode(text[at : at + PIECE_CHARS])) for at in range(0, len(text), PIECE_CHARS))
 
     def _encode_slowly(self, text: str) -> list[int]:
-        ids: list[int] = self._reference.encode(text, add_special_tokens=False).ids
+        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        ids: list[int] = self._reference.encode(whole, add_special_tokens=False).ids
         return ids

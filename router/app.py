@@ -59,7 +59,7 @@ from router.profiling.shadow_evaluation import ShadowEvaluation
 from router.reload import ReloadError
 from router.server.memory import keep_handing_back
 from router.server.tls import TlsError, load_pair
-from router.telemetry.logs import Logging, log_request
+from router.telemetry.logs import Logging
 from router.telemetry.record import log_outcome
 from router.upstream.client import Upstream
 from router.upstream.overflow import OverflowClient
@@ -170,11 +170,11 @@ class _Parts:
 def _served(parts: _Parts, settings: Settings) -> tuple[ASGIApp, dict[str, ASGIApp], tuple[str, ...] | None]:
     """Return the application, what requests reach without it, and local names, as ``RequestMiddleware`` takes them."""
     wired, streams = parts.wired, parts.streams
-    pipeline = _pipeline(wired, settings)
-    admin = Admin(parts.operations, parts.keys, Rules.of(settings)).routes() if parts.operations is not None else []
+    pipeline, rules = _pipeline(wired, settings), Rules.of(settings)
+    admin = Admin(parts.operations, parts.keys, rules).routes() if parts.operations is not None else []
     status = Status(wired, parts.server_state, parts.keys)
     handlers = dict.fromkeys((*PROBLEMS, ClientGone, Exception), _problem)  # by type; Exception: all others
-    service = Service(pipeline, settings, Rules.of(settings), streams)
+    service = Service(pipeline, settings, rules, streams)
     answering = (GENERATE, *COMPLETION_ENDPOINTS, *NAMED_EVENT_ENDPOINTS)
     direct: dict[str, ASGIApp] = {each.path: Answering(each, service) for each in answering}
     routes = [
@@ -208,7 +208,7 @@ def _prepare(parts: _Parts, entry: RequestMiddleware, settings: Settings) -> Cal
             tls.take(settings.tls, pair)
         entry.take(*served)
         parts.streams.bounds = settings.server
-        wired.pipeline.policy.take(settings.policy)
+        wired.pipeline.policy.use(settings.policy)
         wired.pipeline.charging.take(settings)
         wired.pipeline.admission.take(settings.admission)
         wired.upstream.take(settings.upstream)
@@ -253,19 +253,20 @@ def _wire(
 ) -> _Wired:
     kept = settings.telemetry
     registry = RequestRegistry(state, kept.recent_requests)
-    registry.observers.extend((telemetry.record_outcome, log_request))
+    if telemetry.exports:
+        registry.observers.append(telemetry.record_outcome)
     decisions = DecisionLog(kept.decision_log, DECISION_LOG_BYTES) if kept.decision_log is not None else None
     if decisions is not None:
         registry.observers.append(partial(log_outcome, decisions))
     redis_url, database = settings.state.redis_url.get_secret_value(), Database(settings.budgets.file)
     policy = PolicyStore(settings.policy, fleet)
     reservations = Reservations(ledger_of(settings, database), settings.budgets)
-    registry.observers.append(lambda r: policy.served(r.decision, r.served_by))
+    registry.observers.append(lambda r: policy.served(r.decision, r.served.tier))
     upstream = Upstream(fleet, EngineTransport(LEAST_REQUESTS), settings.upstream, telemetry, policy)
     upstream.fit()
     fleet.on_members = upstream.fit
     profiling = AutoProfile(settings, fleet, policy, model, lambda: (registry.totals["requests"], len(registry.open)))
-    evaluation = ShadowEvaluation(settings.policy.live_check_share, fleet, upstream, telemetry)
+    evaluation = ShadowEvaluation(settings.policy.live_check_share, fleet, profiling.client, telemetry)
     admission = Admission(fleet, policy, settings.admission)
     samples = None
     if kept.sampled_prompts is not None and kept.prompt_share:
@@ -353,8 +354,8 @@ def _lifespan(
 
 def _routes(wired: _Wired, service: Service, status: Status) -> list[Endpoint]:
     pipeline, settings = service.pipeline, service.settings
-    models = Models(pipeline.fleet, settings.openai, pipeline.telemetry, wired.about["model"], int(time.time()))
-    small = Passthrough(wired.upstream, pipeline.quotas, pipeline.fleet, pipeline.telemetry, settings)
+    models = Models(pipeline.fleet, settings.openai, wired.about["model"], int(time.time()))
+    small = Passthrough(wired.upstream, pipeline.quotas, pipeline.fleet, settings)
     return [
         Endpoint("/route", Route(service), methods=["POST"]),
         Endpoint(EMBEDDINGS, Embeddings(small), methods=["POST"]),
@@ -392,10 +393,10 @@ class Status:
         """
         tiers = self._fleet.snapshot().tiers
         serves = self._server_state.open and self._keys.ready
-        ready = serves and any(tier.state is ReplicaStatus.READY for tier in tiers)
+        ready = serves and any(tier.status is ReplicaStatus.READY for tier in tiers)
         body = {
             "ready": ready,
-            "tiers": {tier.spec.name: tier.state.value for tier in tiers},
+            "tiers": {tier.spec.name: tier.status.value for tier in tiers},
             "reasons": self._notes(),
             "preparing": [
                 {"tier": tier.spec.name, **render_preparing(tier.preparing)}

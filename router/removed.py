@@ -23,9 +23,10 @@ class Removed(NamedTuple):
 
 MIRROR = "mirror traffic with the proxy in front: Envoy's request_mirror_policies, nginx's mirror (docs/operations.md)"
 SEVERAL_ROUTERS = "run several routers behind nginx or systemd's template unit, as docs/outgrowing.md shows"
-# By "section.name", or "section" for all of it.
+# By "section.name", or "section" for all of it; "tiers.*.name" of every tier.
 SETTINGS: dict[str, Removed] = {
     "mirror": Removed(MIRROR, refused=False),
+    "engine.recycle": Removed("the old engine stops first wherever there is no memory for both", refused=False),
     "policy.budget_half_life_s": Removed(
         "the loss budget is kept by each decision, not by a running mean", refused=False
     ),
@@ -45,23 +46,33 @@ SETTINGS: dict[str, Removed] = {
     "telemetry.recent_traces": Removed(
         "every ended request that is kept has its trace: telemetry.recent_requests says how many", refused=False
     ),
+    "tiers.*.max_num_batched_tokens": Removed("give --max-num-batched-tokens in the tier's engine_args", refused=False),
     "upstream.hedge": Removed("late first tokens are no longer asked of a second tier", refused=False),
 }
 # Settings that have a fixed value now, which is what their default was.
 FIXED = Removed("it has a fixed value now, its former default", refused=False)
 SETTINGS |= dict.fromkeys(
     (
-        *("admission.adaptive_limit", "admission.kv_close", "admission.kv_open", "admission.long_prompt_tokens"),
-        *("admission.oldest_every", "budgets.keep_days", "engine.canary_max_slowdown", "engine.min_prefix_hit_rate"),
-        *(
-            "engine.restart_window_s",
-            "engine.slow_factor",
-            "engine.slow_s",
-            "engine.stop_grace_s",
-            "engine.unreachable_s",
-        ),
-        *("jwt.keep_s", "jwt.leeway_s", "jwt.refresh_s", "server.max_headers"),
-        *("telemetry.decision_log_mb", "telemetry.log_files"),
+        f"{section}.{name}"
+        for section, names in {
+            "admission": "adaptive_limit affinity kv_close kv_open long_prompt_tokens oldest_every",
+            "budgets": "keep_days",
+            "engine": "canary_max_slowdown min_prefix_hit_rate restart_window_s slow_factor slow_s stop_grace_s "
+            "unreachable_s warmup_question",
+            "jwt": "keep_s leeway_s refresh_s",
+            "limits": "default_temperature max_sequences",
+            "model": "calibration_tokens group_size",
+            "overflow": "first_token_timeout_s",
+            "policy": "negligible_loss sla_confidence",
+            "profile": "idle_s latency_s live",
+            "server": "body_timeout_s header_timeout_s max_header_bytes max_headers resume_bytes resume_s silence_s "
+            "write_timeout_s",
+            "telemetry": "decision_log_mb log_files recent_requests",
+            "tiers.*": "draft_tokens",
+            "upstream": "breaker_failure_share breaker_failures breaker_longest_pause_s breaker_pause_s "
+            "connect_timeout_s retry_reserve retry_share",
+        }.items()
+        for name in names.split()
     ),
     FIXED,
 )
@@ -74,12 +85,16 @@ COMMANDS: dict[str, str] = {
 OPTIONS: dict[str, str] = {
     "--workers": SEVERAL_ROUTERS,
     "--deep": "the digests of weights are in each manifest.json",
+    **dict.fromkeys(("--calibration-tokens", "--group-size"), FIXED.instead),
 }  # by the option: what to use
 
 
 def removed_setting(key: str) -> Removed | None:
     """Return what became of a setting or its section, such as ``server.workers``; None: it was never there."""
-    return SETTINGS.get(key) or SETTINGS.get(key.partition(".")[0])
+    section, _, name = key.partition(".")
+    if section == "tiers":
+        key = f"tiers.*.{name.rpartition('.')[2]}"
+    return SETTINGS.get(key) or SETTINGS.get(section)
 
 
 def without_ignored(values: dict[str, Any], prefix: str = "") -> tuple[dict[str, Any], dict[str, str]]:
@@ -88,7 +103,7 @@ def without_ignored(values: dict[str, Any], prefix: str = "") -> tuple[dict[str,
     ignored: dict[str, str] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
-        gone = SETTINGS.get(key)
+        gone = removed_setting(key)
         if gone is not None and not gone.refused:
             ignored[key] = gone.instead
         elif isinstance(value, dict):

@@ -13,7 +13,8 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from router.cli.main import make_app
-from router.settings import schema, table
+from router.cli.show_settings import table
+from router.settings import Settings
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 README = "../README.md"
@@ -69,7 +70,7 @@ def render() -> dict[str, str]:
     portable = re.sub(
         r'"default": "/[^"]*/(tiers/checkpoints/calibration\.jsonl)"',
         r'"default": "<project>/\1"',
-        json.dumps(schema(), indent=2),
+        json.dumps(Settings.model_json_schema(), indent=2),
     )
     return {
         "settings.md": f"{SETTINGS_HEAD}\n{table()}\n",

@@ -11,7 +11,7 @@ APART = {"engine_plugin", "web"}  # no modules of these packages
 # A package or a module directly in router/ imports only from lower ranks, and from its own package. ``classifier`` and
 # ``tiers`` rank below them all.
 RANKS = (
-    {"removed"},
+    {"removed", "section"},
     {"settings", "lifecycle", "aio", "line_file", "redis_link"},
     {"policy", "reload", "server"},
     {"auth", "telemetry"},
@@ -27,8 +27,9 @@ RANKS = (
 
 
 def room_of(name: str) -> str:
-    """Return the package in ``router``, or the module directly in it, that a module of ``router`` belongs to."""
-    return ([*name.split("."), ""])[1]
+    """Return the package in ``router``, or the module directly in it; sections of settings belong to ``settings``."""
+    parts = name.split(".")
+    return "settings" if parts[-1] == "settings" else ([*parts, ""])[1]
 
 
 def rank(name: str) -> int | None:

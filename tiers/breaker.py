@@ -57,12 +57,13 @@ class Breaker:
     Attributes:
         opened: How often it has opened.
         on_open: Called when it opens.
+        open_until: Until when no request is sent; None: it is closed, and its state does not depend on the time.
     """
 
     options: BreakerOptions = field(default_factory=BreakerOptions)
     opened: int = 0
     on_open: Callable[[], None] = field(default=lambda: None, repr=False)
-    _open_until: float | None = None
+    open_until: float | None = None
     _held_until: float | None = None  # other requests, by a probe
     _probe: int = 0  # number of the last one
     _own_until: float = 0.0  # end of the pause for failures seen by this router
@@ -70,26 +71,21 @@ class Breaker:
     _failures: int = 0
     _last: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
-    @property
-    def closed(self) -> bool:
-        """Tell whether any request may be sent. Only then does its state not depend on the time."""
-        return self._open_until is None
-
     def state(self, now: float) -> BreakerState:
         """Return the state."""
-        if self._open_until is None:
+        if self.open_until is None:
             return BreakerState.CLOSED
-        return BreakerState.OPEN if now < self._open_until else BreakerState.HALF_OPEN
+        return BreakerState.OPEN if now < self.open_until else BreakerState.HALF_OPEN
 
     def admits(self, now: float) -> bool:
         """Tell whether a request may be sent: any while closed, one at a time while half-open."""
-        if self._open_until is None:
+        if self.open_until is None:
             return True
-        return now >= self._open_until and (self._held_until is None or now >= self._held_until)
+        return now >= self.open_until and (self._held_until is None or now >= self._held_until)
 
     def wait_s(self, now: float) -> float:
         """Return the rest of the pause."""
-        return 0.0 if self._open_until is None else max(self._open_until - now, 0.0)
+        return 0.0 if self.open_until is None else max(self.open_until - now, 0.0)
 
     def admits_in_s(self, now: float) -> float:
         """Return an upper bound of the time until it admits a request."""
@@ -98,11 +94,11 @@ class Breaker:
 
     def own_wait_s(self, now: float) -> float:
         """Return the rest of a pause for failures seen by this router, which it tells other routers."""
-        return 0.0 if self._open_until is None else max(self._own_until - now, 0.0)
+        return 0.0 if self.open_until is None else max(self._own_until - now, 0.0)
 
     def begin(self, now: float) -> int:
         """Note that a request is sent; return the number of the probe, or 0 if it is none."""
-        if self._open_until is None or now < self._open_until:
+        if self.open_until is None or now < self.open_until:
             return 0
         if self._held_until is not None:  # the last probe has no answer yet: as if it had failed
             self._pauses += 1
@@ -117,7 +113,7 @@ class Breaker:
             probe: Result of ``begin`` for the request.
         """
         self._last.append(True)
-        if self._open_until is None:  # so nothing else is to be reset
+        if self.open_until is None:  # so nothing else is to be reset
             self._failures = 0
         elif probe:
             self.reset()
@@ -126,8 +122,8 @@ class Breaker:
         """Note that the replica failed a request."""
         self._last.append(False)
         self._failures += 1
-        if self._open_until is not None:
-            if probe and now >= self._open_until:  # of several probes that fail together, one counts
+        if self.open_until is not None:
+            if probe and now >= self.open_until:  # of several probes that fail together, one counts
                 self._open(now)
             return
         share = self._last.count(False) / len(self._last)
@@ -144,23 +140,23 @@ class Breaker:
     def adopt(self, now: float, wait_s: float) -> None:
         """Open for ``wait_s``, at most the longest pause: another router has seen the replica fail."""
         until = now + min(wait_s, self.options.longest_pause_s)
-        if self._open_until is None:
+        if self.open_until is None:
             self.opened += 1
             self._pauses = max(self._pauses, 1)
             self._last.clear()
-        self._open_until = max(self._open_until or until, until)
+        self.open_until = max(self.open_until or until, until)
         self.on_open()
 
     def reset(self) -> None:
         """Close it, and forget consecutive failures: the replica works, or is a new process."""
-        self._open_until, self._held_until, self._pauses, self._failures = None, None, 0, 0
+        self.open_until, self._held_until, self._pauses, self._failures = None, None, 0, 0
         self._own_until = 0.0
 
     def _open(self, now: float) -> None:
-        if self._open_until is None:
+        if self.open_until is None:
             self.opened += 1
             self._last.clear()
-        self._open_until = self._own_until = now + self._pause_s()
+        self.open_until = self._own_until = now + self._pause_s()
         self._held_until = None
         self._pauses += 1
         self.on_open()

@@ -8,18 +8,22 @@ ones of the prompt. So a cache outweighs at most as much more load as it saves, 
 
 from __future__ import annotations
 
-from math import exp
+from math import exp, inf, sqrt
 from typing import TYPE_CHECKING, NamedTuple
+
+from tiers.snapshot import FleetLoad, FleetSnapshot, ReplicaState, TierSnapshot, load_of
+from tiers.spec import ReplicaStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tiers.speed import Load, SpeedModel
+    from tiers.speed import SpeedModel
 
 HOME_SHARE = 0.5  # of what no replica is known to hold: supposed to be cached on the session's own replica
+READY = ReplicaStatus.READY
 
 
-class Ask(NamedTuple):
+class Request(NamedTuple):
     """What a request needs of a replica.
 
     Attributes:
@@ -27,57 +31,117 @@ class Ask(NamedTuple):
         output_tokens: Expected output of all its sequences.
         sequences: Answers computed at the same time.
         long: The prompts are too long for a replica whose KV cache is nearly full.
-        most: No replica counts as having more slots.
-        max_num_seqs: Sequences that a replica decodes at once.
         output_share: Recent output tokens over those that requests allowed, 0..1.
     """
 
     prompt_tokens: int
     output_tokens: float
-    sequences: int
-    long: bool
-    most: int = 1 << 30
-    max_num_seqs: int = 1
+    sequences: int = 1
+    long: bool = False
     output_share: float = 1.0
 
 
-class Warmth(NamedTuple):
-    """What a tier's replicas are likely to hold of a prompt.
+class Expectation(NamedTuple):
+    """Predicted times of one answer in milliseconds, and the standard deviations of log(seen / predicted).
 
-    Attributes:
-        cached: Tokens, for each replica.
-        home: Position of the session's own replica, where ``cached`` is the same on all; -1: there is none.
+    ``drift`` is the recent seen TPOT over the speed model's, by which ``tpot_ms`` is corrected.
     """
 
-    cached: Sequence[int]
-    home: int = -1
+    ttft_ms: float
+    tpot_ms: float
+    ttft_spread: float
+    tpot_spread: float
+    drift: float = 1.0
 
 
 class Candidate(NamedTuple):
-    """A replica that could take a request now.
+    """The replica of a tier that would serve a request; if none takes it now, the first ready one.
 
     Attributes:
-        position: Among the tier's replicas.
-        tokens: That it has to compute: of prompts, and of answers at their longest.
-        sequences: On it.
-        cached: Prompt tokens that it is likely to hold.
-        home: It is the session's own.
-        trends: Means of log(seen / predicted) lately, of TTFT and of TPOT.
+        free: It takes the request now.
+        replica: None: no replica is ready.
+        times: As predicted; None: its speed is not known.
+        cached: Tokens of the prompt in its prefix cache; None: not known.
     """
 
-    position: int
-    tokens: int
-    sequences: int
-    cached: int
-    home: bool
-    speed: SpeedModel | None
-    load: Load
-    trends: tuple[float, float]
+    free: bool
+    replica: ReplicaState | None
+    times: Expectation | None
+    cached: int | None
 
 
-def uncached(prompt_tokens: int, cached: int | None) -> int:
-    """Return the tokens that are left to compute of a prompt; None: nothing is known to be cached."""
-    return max(prompt_tokens - cached, 0) if cached else prompt_tokens
+NONE_READY = Candidate(free=False, replica=None, times=None, cached=None)
+
+
+def candidate(tier: TierSnapshot, request: Request, fleet: FleetSnapshot) -> Candidate:
+    """Return what a tier has for a request."""
+    position = choose(tier, request, fleet.load)
+    free = position >= 0
+    if not free:
+        position = next((n for n, replica in enumerate(tier.replicas) if replica.status is READY), -1)
+        if position < 0:
+            return NONE_READY
+    replica, cached = tier.replicas[position], None if tier.cached is None else tier.cached[position]
+    times = None if replica.speed is None else expect(tier, position, replica.speed, request, fleet.load)
+    return Candidate(free, replica, times, cached)
+
+
+def expect(
+    tier: TierSnapshot, position: int, speed: SpeedModel, request: Request, fleet: FleetLoad | None
+) -> Expectation:
+    """Predict the times of a request on one replica of known speed, corrected by recent errors."""
+    replica, trends = tier.replicas[position], tier.replicas[position].trends
+    prompt_tokens, output_tokens, sequences, _, share = request
+    if tier.cached is not None:
+        prompt_tokens = max(prompt_tokens - tier.cached[position], 0)
+    load, each = load_of(replica, tier.output_tokens[position], fleet), output_tokens / sequences
+    times = speed.times(prompt_tokens, load, tier.spec.max_num_seqs, share, sequences, output_tokens=each)
+    now = 0.0 if fleet is None else fleet.now
+    ttft_mean, ttft_variance = trends.ttft.at_time(now, speed.ttft_spread)
+    tpot_mean, tpot_variance = trends.tpot.at_time(now, speed.tpot_spread)
+    drift = exp(tpot_mean)
+    return Expectation(
+        times.ttft_ms * exp(ttft_mean), times.tpot_ms * drift, sqrt(ttft_variance), sqrt(tpot_variance), drift
+    )
+
+
+def takes(replica: ReplicaState, request: Request, most: int) -> bool:
+    """Tell whether a replica takes a request now.
+
+    A request with more sequences than there are slots needs all of them free. A lone request always fits the KV cache.
+
+    Args:
+        replica: Its state.
+        request: The request.
+        most: No replica counts as having more slots.
+    """
+    if replica.status is not READY or not replica.breaker.admits:
+        return False
+    limit, sequences, kv = replica.limit, request.sequences, replica.kv
+    limit = min(limit, most)
+    if limit <= 0 or replica.slots + (min(sequences, limit)) > limit:
+        return False
+    if kv.size and kv.held and kv.held + request.prompt_tokens + request.output_tokens > kv.size:
+        return False
+    return not (request.long and kv.pressure)
+
+
+def choose(tier: TierSnapshot, request: Request, fleet: FleetLoad | None) -> int:
+    """Return the position of the replica that takes a request; -1: none takes it.
+
+    Without a prefix that tells them apart it is the one with the fewest tokens to compute; of equals, with the fewest
+    sequences.
+    """
+    found, least, fewest, most = -1, inf, 0, tier.spec.max_in_flight
+    for position, (replica, output_tokens) in enumerate(zip(tier.replicas, tier.output_tokens, strict=True)):
+        load = replica.prompt_tokens + output_tokens
+        if load > least or (load == least and replica.load.sequences >= fewest):
+            continue
+        if takes(replica, request, most):
+            found, least, fewest = position, load, replica.load.sequences
+    if tier.cached is None or found < 0 or (tier.home < 0 and not tell_apart(tier.cached)):
+        return found
+    return _cheapest(tier, [n for n, r in enumerate(tier.replicas) if takes(r, request, most)], request, fleet)
 
 
 def tell_apart(cached: Sequence[int]) -> bool:
@@ -85,32 +149,36 @@ def tell_apart(cached: Sequence[int]) -> bool:
     return any(tokens != cached[0] for tokens in cached)
 
 
-def preferred(candidates: Sequence[Candidate], ask: Ask) -> int:
+def _cheapest(tier: TierSnapshot, able: Sequence[int], request: Request, fleet: FleetLoad | None) -> int:
     """Return the position of the replica that takes a request at the least cost; of equals, the least loaded.
 
     Args:
-        candidates: At least one.
-        ask: The request.
+        tier: With what its replicas hold of the prompt.
+        able: Positions of those that take the request.
+        request: The request.
+        fleet: At the same time.
     """
-    if not tell_apart([one.cached for one in candidates]):
-        candidates = [_at_home(one, ask) if one.home else one for one in candidates]
-    costs = _answer_ms(candidates, ask) or [one.tokens + ask.prompt_tokens - one.cached for one in candidates]
-    ranked = zip(costs, candidates, strict=True)
-    return min((cost, one.tokens, one.sequences, one.position) for cost, one in ranked)[3]
+    cached = list(tier.cached or ())
+    if tier.home in able and not tell_apart([cached[n] for n in able]):
+        cached[tier.home] += int(HOME_SHARE * (request.prompt_tokens - cached[tier.home]))
+    replicas = [tier.replicas[n] for n in able]
+    tokens = [tier.replicas[n].prompt_tokens + tier.output_tokens[n] for n in able]
+    left = [max(request.prompt_tokens - cached[n], 0) for n in able]
+    if all(r.speed is not None and r.speed.under_load for r in replicas):
+        costs = [_answer_ms(tier, n, to_read, request, fleet) for n, to_read in zip(able, left, strict=True)]
+    else:
+        costs = [there + request.prompt_tokens - cached[n] for there, n in zip(tokens, able, strict=True)]
+    sequences = [replica.load.sequences for replica in replicas]
+    return min(zip(costs, tokens, sequences, able, strict=True))[3]
 
 
-def _at_home(one: Candidate, ask: Ask) -> Candidate:
-    return one._replace(cached=one.cached + int(HOME_SHARE * (ask.prompt_tokens - one.cached)))
-
-
-def _answer_ms(candidates: Sequence[Candidate], ask: Ask) -> list[float]:
-    """Return the predicted times of the whole answer, corrected by recent errors; empty: a speed under load is not known."""
-    each, found = ask.output_tokens / ask.sequences, []
-    for one in candidates:
-        if one.speed is None or not one.speed.under_load:
-            return []
-        to_read, most, share = uncached(ask.prompt_tokens, one.cached), ask.max_num_seqs, ask.output_share
-        ttft_ms, tpot_ms = one.speed.times(to_read, one.load, most, share, ask.sequences, output_tokens=each)
-        ttft_trend, tpot_trend = one.trends
-        found.append(ttft_ms * exp(ttft_trend) + each * tpot_ms * exp(tpot_trend))
-    return found
+def _answer_ms(tier: TierSnapshot, position: int, to_read: int, request: Request, fleet: FleetLoad | None) -> float:
+    """Return the predicted time of the whole answer, corrected by recent errors, with as many prompt tokens to prefill."""
+    replica, each, now = tier.replicas[position], request.output_tokens / request.sequences, fleet.now if fleet else 0.0
+    speed, load = replica.speed, load_of(replica, tier.output_tokens[position], fleet)
+    assert speed is not None
+    ttft_ms, tpot_ms = speed.times(
+        to_read, load, tier.spec.max_num_seqs, request.output_share, request.sequences, output_tokens=each
+    )
+    ttft_trend, tpot_trend = replica.trends.means(now, speed)
+    return ttft_ms * exp(ttft_trend) + each * tpot_ms * exp(tpot_trend)

@@ -10,22 +10,27 @@ import asyncio
 import math
 from collections import Counter
 from dataclasses import astuple, dataclass, field, replace
+from operator import attrgetter
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from tiers.choice import Ask, Warmth, tell_apart, uncached
+from msgspec import structs
+
+from tiers.choice import Request, choose, takes, tell_apart
 from tiers.preparing import Preparations
 from tiers.ranking import rising
-from tiers.replica import FleetOptions, Replica, Sent, Share, Totals
-from tiers.snapshot import FleetSnapshot, KeptTier, Moment, TemplateTokens, choose, least_loaded
-from tiers.spec import ReplicaStatus, TierName, TierSpec
-from tiers.speed import MOST_BESIDE, Load, Seen, SpeedModel, Times
+from tiers.replica import FleetOptions, Replica, SentPrompt, Share, Totals
+from tiers.snapshot import FleetLoad, FleetSnapshot, TierSnapshot, Trends, load_of
+from tiers.spec import ReplicaStatus, TemplateTokens, TierName, TierSpec
+from tiers.speed import MOST_BESIDE, AnswerSample, Load, SpeedModel, Times
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from tiers.prefix_memory import Prefix
+    from tiers.snapshot import ReplicaState
 
+STATE, OUTPUT_TOKENS = attrgetter("state"), attrgetter("output_tokens")
 OUTPUT_MEMORY = 0.95  # weight of the past in ``Fleet.output_share``: about the last twenty answers
 
 
@@ -56,7 +61,7 @@ class Lease:
     replica: Replica
     predicted: Times | None
     sequences: int
-    sent: Sent | None
+    sent: SentPrompt | None
     _fleet: Fleet
     _prompt_tokens: int  # that are not computed yet
     _output_tokens: int
@@ -66,7 +71,7 @@ class Lease:
     _unqueued_ms: float | None
     _probe: int
     _load: Load  # of the replica, without the request
-    _seen: Seen | None = None
+    _seen: AnswerSample | None = None
     _begun: tuple[float, float, int] | None = None  # time of the first token, and the replica's work then
     _judged: bool = False
     _released: bool = False
@@ -79,29 +84,33 @@ class Lease:
             ttft_ms: Time to the first token, to learn from; None: nothing is learned. Nothing is learned from a request
                 of several sequences either: its first token is the first of any.
         """
-        replica, speed, now, prompt_tokens = self.replica, self.replica.speed, monotonic(), self._prompt_tokens
-        replica.progressed(now)
+        replica, now, prompt_tokens = self.replica, monotonic(), self._prompt_tokens
+        trends, speed = replica.state.trends, replica.state.speed
         replica.prompt_computed(prompt_tokens, now)
         self._prompt_tokens = 0
-        self._answered()
+        if not self._judged:
+            self._judged = True
+            replica.breaker.succeeded(probe=self._probe)
         if ttft_ms is None or self.sequences > 1:
             return
-        if replica.learns:
-            load, self._begun = self._load, (now, *replica.work(now))
-            self._seen = Seen(prompt_tokens, load.sequences, load.prompt_tokens, load.neighbours, ttft_ms)
+        if speed is None or not speed.profiled:
+            load, self._begun = self._load, (now, *replica.work_at(now))
+            self._seen = AnswerSample(prompt_tokens, load.sequences, load.prompt_tokens, load.neighbours, ttft_ms)
         if self._unqueued_ms is not None:
-            expected_ms = self._unqueued_ms * math.exp(max(replica.ttft_trend.mean, 0.0))
+            expected_ms = self._unqueued_ms * math.exp(max(trends.ttft.mean, 0.0))
             replica.limiter.sample(expected_ms, ttft_ms, self._slots_taken)
         if self.predicted is not None and speed is not None:
-            replica.ttft_trend = replica.ttft_trend.after(self.predicted.ttft_ms, ttft_ms, now, speed.ttft_spread)
+            ttft = trends.ttft.after(self.predicted.ttft_ms, ttft_ms, now, speed.ttft_spread)
+            replica.update(trends=Trends(ttft, trends.tpot))
 
     def produced(self, tokens: int = 1) -> None:
         """Count output tokens that have arrived."""
         if self._released:
             return
         replica, left = self.replica, self._output_tokens  # once per token, so without a call
-        replica._silence_s, replica._silent_from = 0.0, monotonic()  # noqa: SLF001
-        replica.generated += tokens
+        work = replica.work
+        work.silence_s, work.silent_from = 0.0, monotonic()
+        work.generated += tokens
         self._generated += tokens
         tokens = min(tokens, left)
         replica.output_tokens -= tokens
@@ -116,17 +125,22 @@ class Lease:
             output_tokens: Of the answer; 0: the engine did not report them.
             cached_tokens: Of the prompt, found in the prefix cache; None: the engine did not report them.
         """
-        replica, speed, now = self.replica, self.replica.speed, monotonic()
-        replica.served += 1
-        replica.changed()
-        replica.generated += max(output_tokens - self._generated, 0)  # of an answer that was not streamed
-        replica.progressed(now)
-        self._answered()
+        replica, now = self.replica, monotonic()
+        state, work = replica.state, replica.work
+        trends, speed = state.trends, state.speed
+        work.generated += max(output_tokens - self._generated, 0)  # of an answer that was not streamed
+        work.silence_s, work.silent_from = 0.0, now
+        if not self._judged:
+            self._judged = True
+            replica.breaker.succeeded(probe=self._probe)
         if tpot_ms is not None and self.sequences == 1 and self.predicted is not None and speed is not None:
-            replica.tpot_trend = replica.tpot_trend.after(self.predicted.tpot_ms, tpot_ms, now, speed.tpot_spread)
+            tpot = trends.tpot.after(self.predicted.tpot_ms, tpot_ms, now, speed.tpot_spread)
+            trends = Trends(trends.ttft, tpot)
+        replica.state = structs.replace(replica.state, served=state.served + 1, trends=trends)
         if cached_tokens is not None:
             self._correct(cached_tokens)
-        self._note(now, tpot_ms, output_tokens)
+        if speed is None or not speed.profiled:
+            self._note(now, tpot_ms, output_tokens)
         if output_tokens and self._asked_tokens:
             share = min(output_tokens / self._asked_tokens, 1.0)
             self._fleet.output_share += (1 - OUTPUT_MEMORY) * (share - self._fleet.output_share)
@@ -136,41 +150,37 @@ class Lease:
         seen, sent = self._seen, self.sent
         if seen is not None:
             prompt_tokens = seen.prompt_tokens + (sent.cached if sent is not None else 0)
-            self._seen = seen._replace(prompt_tokens=uncached(prompt_tokens, cached_tokens))
+            self._seen = seen._replace(prompt_tokens=max(prompt_tokens - cached_tokens, 0))
         if sent is not None:
             sent.correct(self.replica.prefixes, cached_tokens)
 
     def _note(self, now: float, tpot_ms: float | None, output_tokens: int) -> None:
-        """Note the answer's times and the replica's work meanwhile, if the replica's speed is learned from answers."""
+        """Note the answer's times and the replica's work meanwhile, to learn its speed from."""
         replica = self.replica
         seen, begun = self._seen, self._begun
-        if seen is None or begun is None or not replica.learns:  # several sequences never begin
+        if seen is None or begun is None:  # several sequences never begin
             return
         began, sequence_s, prompts = begun
         if tpot_ms is not None and tpot_ms > 0 and now > began:
-            batch, prefilled = replica.work(now)
+            batch, prefilled = replica.work_at(now)
             seen = seen._replace(
                 batch=max((batch - sequence_s) / (now - began), 1.0),
                 prefilled=(prefilled - prompts) / max(output_tokens - 1, 1),
                 tpot_ms=tpot_ms,
             )
-        replica.note_answer(seen)
+        replica.answers.last.append(seen)
+        replica.answers.noted += 1
 
     def failed(self, error: str) -> None:
         """Count a failed attempt, by its kind of error."""
-        self.replica.failed += 1
-        self.replica.changed()
-        self._fleet.failures[self.replica.spec.name, error] += 1
+        replica = self.replica
+        self._fleet.failures[replica.spec.name, error] += 1
         if self.sent is not None:
-            self.sent.take_back(self.replica.prefixes)
-        self.replica.limiter.failed()
+            self.sent.take_back(replica.prefixes)
+        replica.limiter.failed()
         self._judged = True
-        self.replica.breaker.failed(monotonic(), probe=self._probe)
-
-    def _answered(self) -> None:
-        if not self._judged:
-            self._judged = True
-            self.replica.breaker.succeeded(probe=self._probe)
+        replica.breaker.failed(monotonic(), probe=self._probe)
+        replica.update(failed=replica.state.failed + 1)
 
     def release(self) -> None:
         """Free the slots. Only the first call counts."""
@@ -178,11 +188,8 @@ class Lease:
             return
         self._released = True
         replica = self.replica
-        replica.took(-1, monotonic(), self.sequences)
-        replica.prompt_tokens -= self._prompt_tokens
+        replica.end(self._prompt_tokens, self._output_tokens, self._kv_tokens, self.sequences, monotonic())
         self._prompt_tokens = 0  # a late first token must not count down again
-        replica.output_tokens -= self._output_tokens
-        replica.kv_tokens_held -= self._kv_tokens
         if not self._judged:
             replica.breaker.given_up(probe=self._probe)
         self._fleet.on_capacity()
@@ -244,8 +251,8 @@ class Fleet:
 
     def add(self, replica: Replica) -> Replica:
         """Add a replica. It gets requests once it is marked ready."""
+        replica.others.share = self.first_share
         replica.adopt(self.options)
-        replica.share = self.first_share
         self._enter(replica)
         return replica
 
@@ -253,14 +260,15 @@ class Fleet:
         self.replicas.append(replica)
         self._members.setdefault(replica.spec.name, []).append(replica)
         replica.totals = self._totals
-        self._totals.count(replica.spec.name, replica.view)
+        self._totals.count(replica, 1)
         self.on_members()
 
     def remove(self, replica: Replica) -> None:
         """Remove a replica. Its leases end as usual."""
         self.replicas.remove(replica)
         self._members[replica.spec.name].remove(replica)
-        self._totals.count(replica.spec.name, replica.view, -1)
+        self._totals.count(replica, -1)
+        replica.totals = Totals()
         self._show_precision(replica.spec.name)
         self.on_members()
 
@@ -269,11 +277,11 @@ class Fleet:
         """Return who names each replica, by id."""
         return {replica.id: replica.source for replica in self.replicas}
 
-    def take(self, options: FleetOptions) -> None:
+    def use(self, options: FleetOptions) -> None:
         """Take new options; circuit breakers and limits keep what they have learned."""
         self.options = options
         for replica in self.replicas:
-            replica.take(options)
+            replica.use(options)
         self.on_capacity()
 
     def configure(self, spec: TierSpec) -> None:
@@ -284,7 +292,7 @@ class Fleet:
     def note_precision(self, replica: Replica, precision: str) -> bool:
         """Note what a replica given by URL serves; return whether the known replicas of its tier differ in it."""
         replica.spec = replace(replica.spec, precision=precision)
-        replica.changed()
+        replica.update()
         return self._show_precision(replica.spec.name) > 1
 
     def _show_precision(self, tier: TierName) -> int:
@@ -299,7 +307,7 @@ class Fleet:
     def shorten(self, replica: Replica, max_model_len: int) -> None:
         """Note that a replica has a shorter context than configured; its tier promises the shortest of its replicas."""
         replica.spec = replace(replica.spec, max_model_len=max_model_len)
-        replica.changed()
+        replica.update()
         tier = self.spec(replica.spec.name)
         self.configure(replace(tier, max_model_len=min(tier.max_model_len, max_model_len)))
 
@@ -311,10 +319,10 @@ class Fleet:
         changed = replica.spec.adapters != tuple(adapters)
         if changed:
             replica.spec = replace(replica.spec, adapters=tuple(adapters))
-            replica.changed()
+            replica.update()
         offered = set(adapters)
         for other in self._members[replica.spec.name]:
-            if other.state in {ReplicaStatus.READY, ReplicaStatus.DRAINING}:
+            if other.state.status in {ReplicaStatus.READY, ReplicaStatus.DRAINING}:
                 offered &= set(other.spec.adapters)
         tier = self.spec(replica.spec.name)
         if tier.adapters != (names := tuple(sorted(offered))):
@@ -373,27 +381,27 @@ class Fleet:
         """
         now, output_tokens = monotonic(), max_tokens * sequences
         kv_tokens = prompt_tokens + math.ceil(self.output_share * output_tokens)
-        self._renew(now)
-        members, moment = self._able(tier, exclude), self._moment(now)
+        members, load = self._members.get(tier, []), self._load(now)
+        if exclude:
+            members = [replica for replica in members if replica.id not in exclude]
+        found = -1
         if over_limit:
             found = _least_loaded_open(members)
-        else:
-            ask = self._ask(members, prompt_tokens, kv_tokens, sequences)
-            views, outputs = [r.view for r in members], [r.output_tokens for r in members]
-            found = choose(views, outputs, ask, self._warmth(members, prefix), moment)
+        elif members:
+            long = prompt_tokens > self.options.long_prompt_tokens
+            request = Request(prompt_tokens, kv_tokens - prompt_tokens, sequences, long, self.output_share)
+            found = choose(self._tier_snapshot(members[0].spec, members, prefix), request, load)
         if found < 0:
             return None
         replica = members[found]
-        sent = None if prefix is None else Sent.to(replica, prefix)
-        to_read = uncached(prompt_tokens, sent.cached if sent is not None else 0)
-        load = replica.view.load(replica.output_tokens, moment)
-        predicted, unqueued_ms = self._times(replica, load, to_read, max_tokens, sequences)
-        probe = replica.breaker.begin(now)
-        replica.prompt_sent(to_read, now)
-        replica.took(1, now, sequences)
-        replica.prompt_tokens += to_read
-        replica.output_tokens += output_tokens
-        replica.kv_tokens_held += kv_tokens
+        sent, to_read = None, prompt_tokens
+        if prefix is not None:
+            sent = SentPrompt.to(replica, prefix)
+            to_read = max(prompt_tokens - sent.cached, 0)
+        before = load_of(replica.state, replica.output_tokens, load)
+        predicted, unqueued_ms = self._times(replica, before, to_read, max_tokens, sequences)
+        probe = 0 if replica.breaker.open_until is None else replica.breaker.begin(now)
+        replica.begin(to_read, output_tokens, kv_tokens, sequences, now)
         return Lease(
             replica,
             predicted,
@@ -404,102 +412,98 @@ class Fleet:
             _output_tokens=output_tokens,
             _asked_tokens=output_tokens,
             _kv_tokens=kv_tokens,
-            _slots_taken=replica.slots + replica.others.slots,
+            _slots_taken=replica.state.slots + replica.others.counted.slots,
             _unqueued_ms=unqueued_ms,
             _probe=probe,
-            _load=load,
+            _load=before,
         )
 
     def _times(
         self, replica: Replica, load: Load, to_read: int, max_tokens: int, sequences: int
     ) -> tuple[Times | None, float | None]:
         """Predict a request's times on a replica, and its TTFT if the engine did not queue it; None: unknown."""
-        speed, most, share = replica.speed, replica.spec.max_num_seqs, self.output_share
+        speed, most, share = replica.state.speed, replica.spec.max_num_seqs, self.output_share
         if speed is None:
             return None, None
         predicted = speed.times(to_read, load, most, share, sequences, output_tokens=share * max_tokens)
         if load.sequences < most:
             return predicted, predicted.ttft_ms
-        return predicted, speed.times(to_read, replace(load, sequences=most - 1), most, share).ttft_ms
+        return predicted, speed.times(to_read, structs.replace(load, sequences=most - 1), most, share).ttft_ms
 
-    def _able(self, tier: TierName, exclude: Collection[str]) -> list[Replica]:
-        members = self._members.get(tier, [])
-        return [r for r in members if r.id not in exclude] if exclude else members
-
-    def _least_loaded(self, members: Sequence[Replica], prompt_tokens: int, kv_tokens: int, sequences: int) -> int:
-        views, outputs = [r.view for r in members], [r.output_tokens for r in members]
-        return least_loaded(views, outputs, self._ask(members, prompt_tokens, kv_tokens, sequences))
-
-    def _ask(self, members: Sequence[Replica], prompt_tokens: int, kv_tokens: int, sequences: int) -> Ask:
-        most = members[0].spec.max_num_seqs if members else 1
-        output, long = kv_tokens - prompt_tokens, self._is_long(prompt_tokens)
-        return Ask(prompt_tokens, output, sequences, long, max_num_seqs=most, output_share=self.output_share)
-
-    def _warmth(self, members: Sequence[Replica], prefix: Prefix | None) -> Warmth | None:
-        """Return what a tier's replicas hold of a prompt; None: not known."""
+    def _tier_snapshot(self, spec: TierSpec, members: Sequence[Replica], prefix: Prefix | None) -> TierSnapshot:
+        """Return some replicas of a tier as they are, and what they hold of a prompt."""
+        states, outputs = tuple(map(STATE, members)), tuple(map(OUTPUT_TOKENS, members))
+        preparing = self.preparations.of(spec.name) if spec.name in self.preparations.lacking else None
         if prefix is None:
-            return None
-        cached, home = [r.cached_tokens(prefix) for r in members], -1
+            return TierSnapshot(spec, states, outputs, preparing)
+        cached, home = tuple([r.cached_tokens(prefix) for r in members]), -1
         if len(members) > 1 and prefix.session and not tell_apart(cached):
-            open_ones = [n for n, r in enumerate(members) if r.view.open]
+            open_ones = [n for n, state in enumerate(states) if state.open]
             if open_ones:
                 home = open_ones[prefix.home([members[n].id for n in open_ones])]
-        return Warmth(cached, home)
+        return TierSnapshot(spec, states, outputs, preparing, cached, home)
 
-    def _renew(self, now: float) -> None:
+    def refresh(self, now: float) -> None:
+        """Replace those states of replicas that time has changed."""
+        self._totals.until = math.inf
         for replica in self.replicas:
-            if replica.stale_at <= now:
-                replica.keep(now)
+            if replica.expires_at <= now:
+                replica.update()
+            self._totals.until = min(self._totals.until, replica.expires_at)
 
-    def _moment(self, now: float) -> Moment:
+    def _load(self, now: float) -> FleetLoad:
+        """Return how busy the fleet is, with all states up to date."""
+        if self._totals.until <= now:
+            self.refresh(now)
         totals, count = self._totals, len(self.replicas)
-        moment = Moment(now, totals.busy, count - 1 or 1)
+        others = count - 1 or 1
+        load = FleetLoad(now, totals.busy, others)
         if not totals.contended or count > MOST_BESIDE:
-            return moment
+            return load
         left_ms = {
-            r.id: speed.left_ms(r.view.load(r.output_tokens, moment), r.spec.max_num_seqs, self.output_share)
+            r.id: speed.left_ms(load_of(r.state, r.output_tokens, load), r.spec.max_num_seqs, self.output_share)
             for r in self.replicas
-            if r.view.sequences and (speed := r.view.speed) is not None
+            if r.state.load.sequences and (speed := r.state.speed) is not None
         }
         usually = min(totals.busy_lately(now) / count, 1.0)
-        return Moment(now, totals.busy, moment.others, left_ms, sum(left_ms.values()), usually)
+        return FleetLoad(now, totals.busy, others, left_ms, sum(left_ms.values()), usually)
 
     def has_capacity(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> bool:
         """Tell whether a request could be leased on one of several tiers, apart from the excluded replicas."""
-        self._renew(monotonic())
-        kv_tokens, (prompt_tokens, _, sequences) = self._kv_tokens(demand), demand
-        found = (self._least_loaded(self._able(t, exclude), prompt_tokens, kv_tokens, sequences) for t in tiers)
-        return any(position >= 0 for position in found)
+        self.refresh(monotonic())
+        prompt_tokens, long = demand.prompt_tokens, demand.prompt_tokens > self.options.long_prompt_tokens
+        request = Request(prompt_tokens, self._kv_tokens(demand) - prompt_tokens, demand.sequences, long)
+        return any(
+            takes(replica.state, request, replica.spec.max_in_flight)
+            for tier in tiers
+            for replica in self._members.get(tier, ())
+            if replica.id not in exclude
+        )
 
     def is_ready(self, tier: TierName) -> bool:
         """Tell whether a tier has a ready replica."""
-        return any(r.state is ReplicaStatus.READY for r in self._members.get(tier, ()))
+        return any(r.state.status is ReplicaStatus.READY for r in self._members.get(tier, ()))
 
     def nearest(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> str | None:
         """Return the id of the replica with free slots that lacks least of what a request needs; None: no replica."""
-        tokens, long = self._kv_tokens(demand), self._is_long(demand.prompt_tokens)
-        self._renew(monotonic())
+        tokens, long = self._kv_tokens(demand), demand.prompt_tokens > self.options.long_prompt_tokens
+        self.refresh(monotonic())
 
-        def lacking(replica: Replica) -> tuple[int, int]:
-            view = replica.view
-            return max(view.taken + demand.sequences - view.limit, 0), view.kv_tokens_held + tokens - view.kv_tokens
+        def lacking(state: ReplicaState) -> tuple[int, int]:
+            return max(state.slots + demand.sequences - state.limit, 0), state.kv.held + tokens - state.kv.size
 
-        able = [r for r in self.replicas if r.spec.name in tiers and r.view.open and r.id not in exclude]
-        partly = [r for r in able if r.view.taken < r.view.limit and not (long and r.view.kv_pressure)]
+        able = [r.state for r in self.replicas if r.spec.name in tiers and r.state.open and r.id not in exclude]
+        partly = [state for state in able if state.slots < state.limit and not (long and state.kv.pressure)]
         return min(partly, key=lacking).id if partly else None
 
     def _kv_tokens(self, demand: Demand) -> int:
         return demand.prompt_tokens + math.ceil(self.output_share * demand.max_tokens * demand.sequences)
 
-    def _is_long(self, prompt_tokens: int) -> bool:
-        return prompt_tokens > self.options.long_prompt_tokens
-
     def freed_per_s(self, tier: TierName) -> float:
         """Predict a tier's slots that become free per second; 0 if no replica takes requests."""
         now = monotonic()
-        self._renew(now)
-        moment = self._moment(now)
-        return sum(r.freed_per_s(moment, self.output_share) for r in self._members.get(tier, ()) if r.view.open)
+        load = self._load(now)
+        return sum(r.freed_per_s(load, self.output_share) for r in self._members.get(tier, ()) if r.state.open)
 
     def note_template(self, template: TemplateTokens) -> None:
         """Note what an engine's chat template adds to prompts; the larger of each figure counts."""
@@ -512,21 +516,24 @@ class Fleet:
             reserved: Ids of replicas that have no free slots in it.
             prefix: Of the prompt that a decision is made for: the replicas show what they hold of it.
         """
-        now = monotonic()
-        self._renew(now)
-        moment, tiers = self._moment(now), []
+        load, tiers = self._load(monotonic()), []
         for spec in self.specs:
-            members = self._members.get(spec.name, ())
-            views = [r.view for r in members]
+            tier = self._tier_snapshot(spec, self._members.get(spec.name, ()), prefix)
             if reserved:
-                views = [replace(v, limit=min(v.limit, v.taken)) if v.id in reserved else v for v in views]
-            outputs, taken = [r.output_tokens for r in members], self._totals.taken[spec.name]
-            warmth, preparing = self._warmth(members, prefix), self.preparations.of(spec.name)
-            tiers.append(KeptTier(spec, views, outputs, taken, moment, warmth=warmth, preparing=preparing))
-        return FleetSnapshot(tuple(tiers), self.template, self.output_share, self.options.long_prompt_tokens)
+                full = [
+                    structs.replace(r, limit=min(r.limit, r.slots)) if r.id in reserved else r for r in tier.replicas
+                ]
+                tier = structs.replace(tier, replicas=tuple(full))
+            tiers.append(tier)
+        long = self.options.long_prompt_tokens
+        return FleetSnapshot(tuple(tiers), self.template, self.output_share, long, load)
 
 
 def _least_loaded_open(members: Sequence[Replica]) -> int:
     """Return the position of the least loaded replica that gets requests, whatever its limits; -1: none does."""
-    loads = [(r.prompt_tokens + r.output_tokens, r.view.sequences, n) for n, r in enumerate(members) if r.view.open]
+    loads = [
+        (r.state.prompt_tokens + r.output_tokens, r.state.load.sequences, n)
+        for n, r in enumerate(members)
+        if r.state.open
+    ]
     return min(loads)[2] if loads else -1

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from tiers.least_squares import least_squares
 from tiers.spec import ReplicaStatus
-from tiers.speed import IDLE, Seen, SpeedModel
+from tiers.speed import IDLE, AnswerSample, SpeedModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +46,7 @@ LEAST_SPREAD, MOST_SPREAD = 0.05, 1.0
 Row = tuple[float, ...]
 
 
-def learn(seen: Sequence[Seen], max_num_seqs: int, idle: SpeedModel | None = None) -> SpeedModel | None:
+def learn(seen: Sequence[AnswerSample], max_num_seqs: int, idle: SpeedModel | None = None) -> SpeedModel | None:
     """Fit a replica's speed to its answers; return None if they are too few.
 
     Args:
@@ -59,8 +59,8 @@ def learn(seen: Sequence[Seen], max_num_seqs: int, idle: SpeedModel | None = Non
     if len(begun) < ENOUGH or len(decoded) < ENOUGH:
         return None
     if idle is not None:
-        begun += [Seen(n, 0, 0, 0.0, idle.times(n, IDLE, max_num_seqs, 1.0).ttft_ms) for n in (16, 256)]
-        decoded.append(Seen(0, 0, 0, 0.0, 0.0, 1.0, 0.0, idle.step_ms(1)))
+        begun += [AnswerSample(n, 0, 0, 0.0, idle.times(n, IDLE, max_num_seqs, 1.0).ttft_ms) for n in (16, 256)]
+        decoded.append(AnswerSample(0, 0, 0, 0.0, 0.0, 1.0, 0.0, idle.step_ms(1)))
     best, least = _fit(begun, decoded, 0.0)
     for contention in CONTENTIONS:
         model, deviation = _fit(begun, decoded, contention)
@@ -69,7 +69,7 @@ def learn(seen: Sequence[Seen], max_num_seqs: int, idle: SpeedModel | None = Non
     return best
 
 
-def _fit(begun: Sequence[Seen], decoded: Sequence[Seen], contention: float) -> tuple[SpeedModel, float]:
+def _fit(begun: Sequence[AnswerSample], decoded: Sequence[AnswerSample], contention: float) -> tuple[SpeedModel, float]:
     """Fit all parameters but the contention; return the model and its median deviation."""
     (base, slope, _), tpot_spread, tpot_typical = _robust(
         [(1.0, s.batch, s.prefilled) for s in decoded],
@@ -140,17 +140,17 @@ class LiveSpeed:
 
     async def look(self, replica: Replica) -> bool:
         """Learn one replica's speed, in a thread, if there are enough answers since the last time; return whether."""
-        if replica.state is not ReplicaStatus.READY or not replica.learns:
+        if replica.state.status is not ReplicaStatus.READY or not replica.learns:
             self._idle.pop(replica.id, None)
             self._answers.pop(replica.id, None)
             return False
-        if replica.speed is not None and not replica.speed.learned:
-            self._idle[replica.id] = replica.speed
-        if replica.noted < max(ENOUGH, AGAIN * self._answers.get(replica.id, 0)):
+        if replica.state.speed is not None and not replica.state.speed.learned:
+            self._idle[replica.id] = replica.state.speed
+        if replica.answers.noted < max(ENOUGH, AGAIN * self._answers.get(replica.id, 0)):
             return False
-        self._answers[replica.id] = replica.noted
+        self._answers[replica.id] = replica.answers.noted
         idle = self._idle.get(replica.id)
-        learned = await asyncio.to_thread(learn, tuple(replica.seen), replica.spec.max_num_seqs, idle)
-        if learned is not None and replica.state is ReplicaStatus.READY and replica.learns:
+        learned = await asyncio.to_thread(learn, tuple(replica.answers.last), replica.spec.max_num_seqs, idle)
+        if learned is not None and replica.state.status is ReplicaStatus.READY and replica.learns:
             replica.measured(learned)
         return True

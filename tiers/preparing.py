@@ -86,9 +86,11 @@ class Preparations:
 
     Attributes:
         clock: Monotonic seconds.
+        lacking: Those that ``of`` tells something of.
     """
 
     clock: Callable[[], float] = time.monotonic
+    lacking: set[TierName] = field(default_factory=set)
     _to_make: list[TierName] = field(default_factory=list)  # the first one is being made
     _weights: int | None = None
     _began: float = 0.0
@@ -117,6 +119,7 @@ class Preparations:
         """Note the tiers whose checkpoints are made from now on, and the size of the BF16 weights in bytes, if known."""
         self._to_make = sorted(set(tiers), key=MAKING_ORDER.index)
         self._weights, self._began = weights, self.clock()
+        self._note_lacking()
 
     def sized(self, weights: int) -> None:
         """Note the size of the BF16 weights, in bytes."""
@@ -144,10 +147,15 @@ class Preparations:
         if tier in self._made:
             self._made.remove(tier)
         self._starting[tier] = self.clock()
+        self._note_lacking()
 
     def settled(self, tier: TierName) -> None:
         """Note that a tier's engine is ready or has failed."""
         self._starting.pop(tier, None)
+        self._note_lacking()
+
+    def _note_lacking(self) -> None:
+        self.lacking = {*self._to_make, *self._made, *self._starting, *self._failed}
 
     def fail(self, why: str) -> tuple[TierName, ...]:
         """Note that no further checkpoint is made; return the tiers that have no engine yet."""
@@ -159,8 +167,6 @@ class Preparations:
 
     def of(self, tier: TierName) -> Preparing | None:
         """Return what a tier still needs; None: nothing that is known here."""
-        if not (self._starting or self._to_make or self._made or self._failed):
-            return None
         now = self.clock()
         if tier in self._failed:
             return Preparing("its checkpoint could not be made", failed=self._failed[tier])

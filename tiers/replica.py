@@ -1,24 +1,21 @@
-"""The fleet's own record of a replica: its state, its load, and what was seen of its speed.
-
-A replica keeps the view of itself that snapshots take (``tiers.snapshot``). Whatever changes the view calls ``changed``;
-assigning to an attribute that others may assign to does (``_Shown``).
-"""
+"""A replica: its state, which snapshots refer to and which is replaced when it changes, and what the state follows from."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import InitVar, dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from tiers.breaker import Breaker, BreakerOptions, BreakerState
+from msgspec.structs import replace
+
+from tiers.breaker import Breaker, BreakerOptions
 from tiers.limit import ConcurrencyLimit
 from tiers.prefix_memory import PrefixMemory
-from tiers.snapshot import Gauges, KeptReplica, Moment, faded_rate
-from tiers.spec import ReplicaStatus, TierName, TierSpec
-from tiers.speed import BUSY_MEMORY_S, PREFILL_MEMORY_MS, STEADY, Seen, SpeedModel, Trend
-from tiers.turnover import Turnover
+from tiers.snapshot import NO_PAUSE, FleetLoad, Gauges, Pause, ReplicaState, Trends, load_of
+from tiers.spec import ReplicaStatus, TierSpec
+from tiers.speed import BUSY_MEMORY_S, PREFILL_MEMORY_MS, AnswerSample, Load, SpeedModel, Trend
 
 if TYPE_CHECKING:
     from tiers.prefix_memory import Prefix
@@ -28,6 +25,8 @@ UNKNOWN_RELIEF_S = 1.0  # until a slot of a replica of unknown speed is free
 FOREIGN_POLLS = 8  # consecutive readings (4 s) that must show other clients' requests, because gauges lag by seconds
 KV_BLOCK_TOKENS = 16  # of an engine that does not tell: vLLM's default on GPUs
 KEPT_ANSWERS = 256  # of each replica, to learn its speed from
+HALF_LIFE_S = 60.0  # of observed holds
+LEAST_MEMORY = 5.0  # ends in their mean; more on a replica with more slots, about one for each slot
 
 
 class PeerLoad(NamedTuple):
@@ -56,7 +55,7 @@ class Share(NamedTuple):
         return self.slots if now < self.until else 0
 
 
-class Sent(NamedTuple):
+class SentPrompt(NamedTuple):
     """A prompt that was sent to a replica.
 
     Attributes:
@@ -77,7 +76,7 @@ class Sent(NamedTuple):
         memory = replica.prefixes
         blocks = memory.matching(prefix)
         sent = cls(prefix, replica.cached_tokens(prefix), blocks, memory.last_used(prefix, blocks))
-        memory.note(prefix, replica.kv_tokens)
+        memory.note(prefix, replica.state.kv.size)
         return sent
 
     def correct(self, memory: PrefixMemory, cached: int) -> None:
@@ -111,64 +110,117 @@ class FleetOptions:
     affinity: bool = True
 
 
-T = TypeVar("T")
+@dataclass(slots=True)
+class Turnover:
+    """How long a replica's slots are held: the basis for predicting a wait. Times are monotonic seconds.
 
-
-class _Shown(Generic[T]):
-    """An attribute of a replica that is part of its view: assigning to it outdates the view. Reading it costs no call.
-
-    Args:
-        default: The value of a new replica.
+    The estimate is the recent time for which slots were held over the number of slots freed. Holds that have not ended
+    count as well (the maximum-likelihood estimate for exponential times with censoring). Every end counts, whether a
+    request waits or not, so the estimate also recovers while all requests that would wait are refused. Old observations
+    fade, and the speed model's prediction takes their place.
     """
 
-    def __init__(self, default: T) -> None:
-        self._default, self._name = default, ""
+    _held_s: float = 0.0  # slots times seconds
+    _freed: float = 0.0  # slots
+    _at: float = math.inf  # of the last change
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+    def note(self, now: float, held: int, freed: int = 0) -> None:
+        """Note the slots held since the last call, and how many of them are freed now."""
+        past_s = max(now - self._at, 0.0)
+        left = 0.5 ** (past_s / HALF_LIFE_S)
+        self._held_s, self._freed, self._at = self._held_s * left + held * past_s, self._freed * left, now
+        if freed:
+            memory = max(LEAST_MEMORY, held)
+            kept = (1 - 1 / memory) ** freed
+            self._held_s, self._freed = self._held_s * kept, self._freed * kept + (1 - kept) * memory
 
-    if TYPE_CHECKING:
+    def hold_s(self, now: float, held: int, predicted_s: float) -> float:
+        """Return for how long a slot is expected to be held.
 
-        def __get__(self, replica: Replica | None, owner: type) -> T: ...
+        Args:
+            now: Present time.
+            held: Slots held now.
+            predicted_s: The result without observations; it counts less the more there are.
+        """
+        self.note(now, held)
+        weight = 1 / (1 + self._freed)
+        return (self._held_s + weight * predicted_s) / (self._freed + weight)
 
-    def __set__(self, replica: Replica, value: T | _Shown[T]) -> None:
-        given = self._default if isinstance(value, _Shown) else value  # a dataclass takes this object for the default
-        replica.__dict__[self._name] = given
-        replica.stale_at = 0.0
+
+@dataclass(slots=True)
+class OtherClients:
+    """Who else uses a replica's engine.
+
+    Attributes:
+        share: This router's share of the slots; None: the replica is not shared with other routers.
+        peers: What other routers have on it, until a monotonic time.
+        counted: What of that is in the replica's state.
+        foreign: Sequences of clients that only the gauges show.
+        surplus: Of the last gauges over the known requests.
+    """
+
+    share: Share | None = None
+    peers: PeerLoad = NO_PEERS
+    peers_until: float = 0.0
+    counted: PeerLoad = NO_PEERS
+    foreign: int = 0
+    surplus: deque[int] = field(default_factory=lambda: deque(maxlen=FOREIGN_POLLS))
+
+
+@dataclass(slots=True)
+class Work:
+    """What a replica has done, and since when it has not.
+
+    Attributes:
+        generated: Output tokens so far.
+        prompt_tokens: That were sent to it.
+        sequence_s: Sequences, integrated over time, at ``summed_at``.
+        silence_s: With requests but without progress, at ``silent_from``.
+    """
+
+    generated: int = 0
+    prompt_tokens: int = 0
+    sequence_s: float = 0.0
+    summed_at: float = 0.0
+    silence_s: float = 0.0
+    silent_from: float = 0.0
+
+
+@dataclass(slots=True)
+class Answers:
+    """A replica's last answers, to learn its speed from; ``noted``: how many there ever were."""
+
+    last: deque[AnswerSample] = field(default_factory=lambda: deque(maxlen=KEPT_ANSWERS))
+    noted: int = 0
 
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over a fleet's views.
+    """Sums over a fleet's replicas.
 
     Attributes:
-        busy: Replicas that have requests.
-        taken: This router's slots, by tier.
-        contended: Replicas that are slowed by others.
+        busy: Those that have requests.
+        contended: Those that are slowed by others.
+        until: Monotonic time up to which no replica's state expires.
     """
 
     busy: int = 0
-    taken: Counter[TierName] = field(default_factory=Counter)
     contended: int = 0
+    until: float = math.inf
     _busy_lately: float = 0.0  # mean of ``busy``, exponentially weighted, at ``_busy_at``
     _busy_at: float = 0.0
 
-    def count(self, tier: TierName, view: KeptReplica, sign: int = 1) -> None:
-        """Add a view of one of a tier's replicas, or take it out (-1)."""
-        self._became_busy(sign * (view.sequences > 0))
-        self.taken[tier] += sign * view.taken
-        self.contended += sign * view.contended
+    def count(self, replica: Replica, sign: int) -> None:
+        """Count a replica that is added, or one that is removed (-1)."""
+        self.contended += sign * replica.state.slowed
+        self.until = min(self.until, replica.expires_at)
+        if replica.state.load.sequences:
+            self.note_busy(sign, monotonic())
 
-    def replace(self, tier: TierName, before: KeptReplica, view: KeptReplica) -> None:
-        """Count a view in the place of an earlier one."""
-        if (view.sequences > 0) != (before.sequences > 0):
-            self._became_busy(1 if view.sequences else -1)
-        self.taken[tier] += view.taken - before.taken
-        self.contended += view.contended - before.contended
-
-    def _became_busy(self, change: int) -> None:
-        now = monotonic()
-        self._busy_lately, self._busy_at = self.busy_lately(now), now
+    def note_busy(self, change: int, now: float) -> None:
+        """Note that a replica has its first request (1) or has had its last (-1)."""
+        faded = math.exp((self._busy_at - now) / BUSY_MEMORY_S)
+        self._busy_lately, self._busy_at = self.busy + (self._busy_lately - self.busy) * faded, now
         self.busy += change
 
     def busy_lately(self, now: float) -> float:
@@ -176,22 +228,18 @@ class Totals:
         return self.busy + (self._busy_lately - self.busy) * math.exp((self._busy_at - now) / BUSY_MEMORY_S)
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class Replica:
-    """The fleet's own record of a replica.
+    """One replica, over all restarts of its engine.
 
     Attributes:
+        status: At first.
         fingerprint: The engine's own, from its answers.
         source: Who names it; None: it was started here.
-        in_flight: The router's requests on it.
-        slots: Slots that those take: one for each sequence.
-        share: This router's share of the slots; None: the replica is not shared.
-        generated: Output tokens so far.
-        seen: The last answers, to learn the speed from.
-        noted: Number of answers that ``seen`` was ever given.
+        output_tokens: Of the router's requests, to come. They change with every token, so they are not in ``state``.
+        state: What is known of it; replaced when something changes, by ``refresh`` where time changes it.
+        expires_at: Monotonic time at which a share, a report of other routers or a pause in ``state`` ends.
         prefixes: The prompts that this process has sent to it since its start.
-        view: As last made.
-        stale_at: When it must be made again, in monotonic seconds.
         totals: Of the fleet.
     """
 
@@ -200,259 +248,222 @@ class Replica:
     url: str
     api_key: str
     model: str
+    status: InitVar[ReplicaStatus] = ReplicaStatus.STARTING
     takes_priority: bool = True
     fingerprint: str | None = None
     source: str | None = None
-    pid: _Shown[int | None] = _Shown(None)
-    state: _Shown[ReplicaStatus] = _Shown(ReplicaStatus.STARTING)
-    detail: _Shown[str | None] = _Shown(None)
-    in_flight: int = 0
-    slots: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    kv_tokens_held: int = 0
-    kv_tokens: int = 0
-    kv_pressure: bool = False
-    share: _Shown[Share | None] = _Shown(None)
-    served: int = 0
-    failed: int = 0
-    generated: int = 0
-    gauges: _Shown[Gauges | None] = _Shown(None)
-    speed: _Shown[SpeedModel | None] = _Shown(None)
-    ttft_trend: _Shown[Trend] = _Shown(STEADY)
-    tpot_trend: _Shown[Trend] = _Shown(STEADY)
     options: FleetOptions = field(default_factory=FleetOptions)
+    output_tokens: int = 0
+    state: ReplicaState = field(init=False)
+    expires_at: float = math.inf
+    others: OtherClients = field(default_factory=OtherClients)
+    work: Work = field(default_factory=Work)
     breaker: Breaker = field(init=False)
     limiter: ConcurrencyLimit = field(init=False)
     turnover: Turnover = field(default_factory=Turnover)
-    seen: deque[Seen] = field(default_factory=lambda: deque(maxlen=KEPT_ANSWERS))
-    noted: int = 0
+    answers: Answers = field(default_factory=Answers)
     prefixes: PrefixMemory = field(default_factory=PrefixMemory)
-    view: KeptReplica = field(init=False)
-    stale_at: float = 0.0
     totals: Totals = field(default_factory=Totals)
-    _others: PeerLoad = NO_PEERS
-    _others_until: float = 0.0  # monotonic; later ``_others`` is out of date
-    _prefill_rate: float = 0.0  # prompt tokens per millisecond at ``_prefill_at``
-    _prefill_at: float = 0.0
-    _surplus: deque[int] = field(default_factory=lambda: deque(maxlen=FOREIGN_POLLS))  # of gauges over known requests
-    _foreign: int = 0  # sequences of clients that only the gauges show
-    _silence_s: float = 0.0  # with requests but without progress, at ``_silent_from``
-    _silent_from: float = 0.0
-    _sequence_s: float = 0.0  # sequences, integrated over time, at ``_summed_at``
-    _summed_at: float = 0.0
-    _prompts_sent: int = 0  # prompt tokens
-    _prompts_at: float = 0.0  # when the first of the prompts was begun that are not computed yet
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, status: ReplicaStatus) -> None:
+        self.state = ReplicaState(self.id, self.url, self.spec.precision, status)
         self.adopt(self.options)
-        self.view = self._look(0.0)
-        self.changed()
 
     def adopt(self, options: FleetOptions) -> None:
-        """Take the fleet's options."""
-        self.options, self.breaker = options, Breaker(options.breaker, on_open=self.changed)
+        """Take the fleet's options, with a new breaker and a new limit."""
         self.limiter = ConcurrencyLimit.starting(self.spec.max_num_seqs, self.spec.max_in_flight)
-        self.changed()
+        self.breaker = Breaker(options.breaker, on_open=self.update)
+        self.use(options)
 
-    def take(self, options: FleetOptions) -> None:
-        """Take new options of the fleet, without forgetting anything."""
+    def use(self, options: FleetOptions) -> None:
+        """Take new options, without forgetting anything."""
         self.options = options
         self.breaker.options = options.breaker
-        self.changed()
+        self.update()
 
-    def changed(self) -> None:
-        """Note that the view has changed."""
-        self.stale_at = 0.0
-
-    def keep(self, now: float) -> None:
-        """Make the view, and keep it until the replica changes."""
-        before = self.view
-        self.view = self._look(now)
-        self.totals.replace(self.spec.name, before, self.view)
-
-    def _look(self, now: float) -> KeptReplica:
-        """Return the view, and note when time ends it: a share or a report of other routers expires, a pause ends."""
-        share, breaker, others, slots = self.share, self.breaker, NO_PEERS, self.slots
-        limit, self.stale_at = self.whole_limit, math.inf
+    def update(self, **facts: Any) -> None:
+        """Replace the state: with new facts, and with what follows from the rest of the replica and from the time."""
+        now, before, others, breaker, totals = monotonic(), self.state, self.others, self.breaker, self.totals
+        self.state = state = replace(before, **facts)
+        share, peers, limit, pause, self.expires_at = others.share, NO_PEERS, self.whole_limit, NO_PAUSE, math.inf
         if share is not None:
             limit = min(limit, max(share.holds(now), 1))
             if now < share.until:
-                self.stale_at = share.until
-        if now < self._others_until:
-            others, self.stale_at = self._others, min(self.stale_at, self._others_until)
-        shown, admits, admits_in_s, state = BreakerState.CLOSED, True, 0.0, self.state
-        if not breaker.closed:
-            shown, admits, admits_in_s = breaker.state(now), breaker.admits(now), breaker.admits_in_s(now)
-            self.stale_at = now
-        return KeptReplica(
-            self.id,
-            self.url,
-            self.pid,
+                self.expires_at = share.until
+        if now < others.peers_until:
+            peers, self.expires_at = others.peers, min(self.expires_at, others.peers_until)
+        if breaker.open_until is not None:
+            pause = Pause(breaker.state(now), breaker.admits(now), breaker.admits_in_s(now))
+            self.expires_at = now
+        sequences = state.slots + peers.slots + others.foreign
+        self.state = replace(
             state,
-            self.detail,
-            self.in_flight,
-            self.prompt_tokens,
-            self.served,
-            self.failed,
-            self.gauges,
-            self.speed,
-            self.ttft_trend,
-            self.tpot_trend,
-            shown,
-            admits,
-            admits_in_s,
-            limit,
-            self.kv_tokens,
-            self.kv_tokens_held + others.kv_tokens,
-            self.kv_pressure,
-            slots,
-            state is ReplicaStatus.READY and admits,
-            slots + others.slots + self._foreign,
-            self.prompt_tokens + others.prompt_tokens,
-            self._prompts_at,
-            others.output_tokens,
-            self._prefill_rate,
-            self._prefill_at,
-            self.spec.precision,
+            precision=self.spec.precision,
+            limit=limit,
+            load=Load(
+                sequences, state.prompt_tokens + peers.prompt_tokens, peers.output_tokens, 0.0, state.load.prefill_rate
+            ),
+            kv=replace(state.kv, held=state.kv.held - others.counted.kv_tokens + peers.kv_tokens),
+            breaker=pause,
         )
+        others.counted, totals.until = peers, min(totals.until, self.expires_at)
+        totals.contended += state.slowed - before.slowed
+        if (sequences > 0) != (before.load.sequences > 0):
+            totals.note_busy(1 if sequences else -1, now)
 
     @property
     def whole_limit(self) -> int:
         """Return the number of slots, for all routers together."""
-        speed, most = self.speed, self.spec.max_in_flight
+        speed, most = self.state.speed, self.spec.max_in_flight
         adapting = self.options.adaptive_limit and speed is not None and speed.profiled
         return min(self.limiter.value, most) if adapting else most
 
-    @property
-    def limit(self) -> int:
-        """Return the number of slots that this router may take: its share, but at least one."""
-        if self.share is None:
-            return self.whole_limit
-        return min(self.whole_limit, max(self.share.holds(monotonic()), 1))
+    def note_share(self, share: Share | None) -> None:
+        """Note this router's share of the slots; None: all of them are its own."""
+        self.others.share = share
+        self.update()
 
-    @property
-    def others(self) -> PeerLoad:
-        """Return other routers' load on the replica; nothing once their report is out of date."""
-        return self._others if self._others_until and monotonic() < self._others_until else NO_PEERS
-
-    def note_others(self, others: PeerLoad, until: float) -> None:
+    def note_peers(self, peers: PeerLoad, until: float) -> None:
         """Note other routers' load, valid until a monotonic time."""
-        self._others, self._others_until, self.stale_at = others, until, 0.0
+        self.others.peers, self.others.peers_until = peers, until
+        self.update()
 
     def __repr__(self) -> str:
-        return f"<Replica {self.id} {self.state.value} in_flight={self.in_flight} {self.url}>"
+        return f"<Replica {self.id} {self.state.status.value} in_flight={self.state.in_flight} {self.url}>"
 
-    def mark(self, state: ReplicaStatus, detail: str | None = None) -> None:
-        """Change the state; ``detail`` gives the reason to people."""
-        self.state, self.detail = state, detail
-        if state not in {ReplicaStatus.READY, ReplicaStatus.DRAINING}:
-            self.gauges = self.speed = None
-            self.kv_pressure, self._others = False, NO_PEERS
-            self.turnover = Turnover()
+    def mark(self, status: ReplicaStatus, detail: str | None = None) -> None:
+        """Change the status; ``detail`` gives the reason to people."""
+        facts: dict[str, Any] = {}
+        if status not in {ReplicaStatus.READY, ReplicaStatus.DRAINING}:
+            facts = {"gauges": None, "speed": None, "kv": replace(self.state.kv, pressure=False)}
+            self.others.peers, self.others.foreign = NO_PEERS, 0
+            self.others.surplus.clear()
+            self.turnover, self.answers = Turnover(), Answers()
             self.breaker.reset()
-            self._surplus.clear()
-            self.seen.clear()
             self.prefixes.clear()
-            self._foreign = self.noted = 0
-        self.changed()
+        self.update(status=status, detail=detail, **facts)
 
     def cached_tokens(self, prefix: Prefix) -> int:
         """Return the tokens of a prompt that its prefix cache is likely to hold: whole blocks, and never all of them."""
-        blocks = self.prefixes.matching(prefix)
+        blocks, gauges = self.prefixes.matching(prefix), self.state.gauges
         if not blocks:
             return 0
-        size = (self.gauges.kv_block_tokens if self.gauges is not None else None) or KV_BLOCK_TOKENS
+        size = (gauges.kv_block_tokens if gauges is not None else None) or KV_BLOCK_TOKENS
         return min(prefix.tokens(blocks), int(prefix.ends[-1][1]) - 1) // size * size
-
-    def serving(self, adapter: str | None) -> str:
-        """Return the engine's name for the model, with an adapter or without."""
-        return adapter or self.model
 
     def silence_s(self, now: float) -> float:
         """Return the seconds without progress; times without requests do not count."""
-        return self._silence_s + (now - self._silent_from if self.in_flight else 0.0)
+        return self.work.silence_s + (now - self.work.silent_from if self.state.in_flight else 0.0)
 
     def progressed(self, now: float) -> None:
         """Note that the engine has made progress."""
-        self._silence_s, self._silent_from = 0.0, now
+        self.work.silence_s, self.work.silent_from = 0.0, now
 
-    def took(self, change: int, now: float, slots: int = 1) -> None:
-        """Count a request that was sent (1) or has ended (-1), and its slots."""
-        if self.in_flight:
-            self._silence_s += now - self._silent_from
-        self._silent_from, taken = now, self.slots
-        self._sequence_s += (taken + self.others.slots + self._foreign) * (now - self._summed_at)
-        self._summed_at = now
-        self.turnover.note(now, taken, slots if change < 0 else 0)
-        self.in_flight += change
-        self.slots = taken + change * slots
-        self.stale_at = 0.0
+    def begin(self, prompt_tokens: int, output_tokens: int, kv_tokens: int, sequences: int, now: float) -> None:
+        """Count a request that is sent.
+
+        Args:
+            prompt_tokens: To be computed.
+            output_tokens: Of all its sequences at most.
+            kv_tokens: That it is expected to hold.
+            sequences: Of the request: the slots that it takes.
+            now: Monotonic time.
+        """
+        state, work = self.state, self.work
+        load, kv = state.load, state.kv
+        self._integrate(now, 0)
+        work.prompt_tokens += prompt_tokens
+        self.output_tokens += output_tokens
+        if not load.sequences:
+            self.totals.note_busy(1, now)
+        rate = load.prefill_rate * math.exp((state.prefill_at - now) * 1000 / PREFILL_MEMORY_MS)
+        self.state = replace(
+            state,
+            in_flight=state.in_flight + 1,
+            slots=state.slots + sequences,
+            prompt_tokens=state.prompt_tokens + prompt_tokens,
+            load=Load(
+                load.sequences + sequences,
+                load.prompt_tokens + prompt_tokens,
+                load.output_tokens,
+                prefill_rate=rate + prompt_tokens / PREFILL_MEMORY_MS,
+            ),
+            prompts_at=state.prompts_at if load.prompt_tokens else now,
+            prefill_at=now,
+            kv=replace(kv, held=kv.held + kv_tokens),
+        )
+
+    def prompt_computed(self, prompt_tokens: int, now: float) -> None:
+        """Note that a prompt is computed, which is progress; the engine has begun the next one."""
+        state, load = self.state, self.state.load
+        self.work.silence_s, self.work.silent_from = 0.0, now
+        self.state = replace(
+            state,
+            prompt_tokens=state.prompt_tokens - prompt_tokens,
+            load=replace(load, prompt_tokens=load.prompt_tokens - prompt_tokens),
+            prompts_at=now,
+        )
+
+    def end(self, prompt_tokens: int, output_tokens: int, kv_tokens: int, sequences: int, now: float) -> None:
+        """Count a request that has ended, with what is left of what ``begin`` counted."""
+        state, load, kv = self.state, self.state.load, self.state.kv
+        self._integrate(now, sequences)
+        self.output_tokens -= output_tokens
+        there = load.sequences - sequences
+        if not there:
+            self.totals.note_busy(-1, now)
+        self.state = replace(
+            state,
+            in_flight=state.in_flight - 1,
+            slots=state.slots - sequences,
+            prompt_tokens=state.prompt_tokens - prompt_tokens,
+            load=replace(load, sequences=there, prompt_tokens=load.prompt_tokens - prompt_tokens),
+            kv=replace(kv, held=kv.held - kv_tokens),
+        )
+
+    def _integrate(self, now: float, freed: int) -> None:
+        """Take the time since the last change into account, before one at which so many slots are freed."""
+        state, work = self.state, self.work
+        if state.in_flight:
+            work.silence_s += now - work.silent_from
+        work.silent_from = now
+        work.sequence_s += state.load.sequences * (now - work.summed_at)
+        work.summed_at = now
+        self.turnover.note(now, state.slots, freed)
 
     @property
     def learns(self) -> bool:
         """Tell whether the speed is learned from answers, for lack of a profile."""
-        return self.speed is None or not self.speed.profiled
+        speed = self.state.speed
+        return speed is None or not speed.profiled
 
-    def work(self, now: float) -> tuple[float, int]:
+    def work_at(self, now: float) -> tuple[float, int]:
         """Return the work so far: sequences integrated over time, in seconds, and prompt tokens."""
-        return self._sequence_s + self.sequences * (now - self._summed_at), self._prompts_sent
+        work = self.work
+        return work.sequence_s + self.state.load.sequences * (now - work.summed_at), work.prompt_tokens
 
-    def note_answer(self, seen: Seen) -> None:
-        """Note an answer, to learn the speed from."""
-        self.seen.append(seen)
-        self.noted += 1
-
-    def freed_per_s(self, moment: Moment, output_share: float) -> float:
+    def freed_per_s(self, fleet: FleetLoad, output_share: float) -> float:
         """Predict the slots that become free per second, from past hold times, else from the speed model."""
-        load, relief_s = self.view.load(self.output_tokens, moment), 0.0
-        if self.speed is not None:
-            relief_s = self.speed.relief_ms(load, self.spec.max_num_seqs, output_share) / 1000
+        state, relief_s = self.state, 0.0
+        load, slots = load_of(state, self.output_tokens, fleet), state.slots
+        if state.speed is not None:
+            relief_s = state.speed.relief_ms(load, self.spec.max_num_seqs, output_share) / 1000
         predicted_s = max(load.sequences, 1) * (relief_s or UNKNOWN_RELIEF_S)
-        return max(self.slots, 1) / max(self.turnover.hold_s(moment.now, self.slots, predicted_s), SHORTEST_HOLD_S)
-
-    @property
-    def sequences(self) -> int:
-        """Return the sequences on the replica: the routers' own, and those of clients that only the gauges show."""
-        return self.slots + self.others.slots + self._foreign
+        return max(slots, 1) / max(self.turnover.hold_s(fleet.now, slots, predicted_s), SHORTEST_HOLD_S)
 
     def note_gauges(self, gauges: Gauges) -> None:
-        """Take in the engine's gauges."""
-        if _began_anew(self.gauges, gauges):
+        """Take in the engine's gauges. Counters that have gone back show that it was started anew."""
+        state, others = self.state, self.others
+        if state.gauges is not None and gauges.cache_queries < state.gauges.cache_queries:
             self.prefixes.clear()
-        self.gauges = gauges
-        self.kv_tokens = gauges.kv_cache_tokens or 0
         # Two bounds, so that the pressure does not flap.
-        bound = self.options.kv_close if self.kv_pressure else self.options.kv_open
-        self.kv_pressure = gauges.kv_cache_usage >= bound
-        self._surplus.append(gauges.running + gauges.waiting - self.slots - self.others.slots)
-        self._foreign = max(min(self._surplus), 0) if len(self._surplus) == FOREIGN_POLLS else 0
-        self.changed()
+        bound = self.options.kv_close if state.kv.pressure else self.options.kv_open
+        pressure = gauges.kv_cache_usage >= bound
+        others.surplus.append(gauges.running + gauges.waiting - state.slots - others.counted.slots)
+        others.foreign = max(min(others.surplus), 0) if len(others.surplus) == FOREIGN_POLLS else 0
+        self.update(gauges=gauges, kv=replace(state.kv, size=gauges.kv_cache_tokens or 0, pressure=pressure))
 
     def measured(self, speed: SpeedModel) -> None:
         """Set the speed, and forget the errors of the last one."""
-        self.speed = speed
-        self.ttft_trend = Trend(0.0, speed.ttft_spread**2, 0.0)
-        self.tpot_trend = Trend(0.0, speed.tpot_spread**2, 0.0)
-
-    def _faded_prefill_rate(self, now: float) -> float:
-        return faded_rate(self._prefill_rate, self._prefill_at, now)
-
-    def prompt_sent(self, prompt_tokens: int, now: float) -> None:
-        """Count a prompt into the rate of prompt tokens, an exponentially weighted mean; before it is outstanding."""
-        self._prefill_rate = self._faded_prefill_rate(now) + prompt_tokens / PREFILL_MEMORY_MS
-        self._prefill_at, self.stale_at = now, 0.0
-        self._prompts_sent += prompt_tokens
-        if not self.prompt_tokens + self.others.prompt_tokens:
-            self._prompts_at = now
-
-    def prompt_computed(self, prompt_tokens: int, now: float) -> None:
-        """Note that a prompt is computed; the engine has begun the next one."""
-        self.prompt_tokens -= prompt_tokens
-        self._prompts_at = now
-        self.changed()
-
-
-def _began_anew(before: Gauges | None, now: Gauges | None) -> bool:
-    """Tell whether an engine was started anew between two readings: its counters have gone back."""
-    return before is not None and now is not None and now.cache_queries < before.cache_queries
+        ttft, tpot = (Trend(0.0, spread**2, 0.0) for spread in (speed.ttft_spread, speed.tpot_spread))
+        self.update(speed=speed, trends=Trends(ttft, tpot))

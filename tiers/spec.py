@@ -122,7 +122,7 @@ class Draft:
     """
 
     source: str
-    tokens: int
+    tokens: int = 4
     checkpoint: Path | None = None
 
     @property
@@ -188,7 +188,6 @@ class TierSpec:
         gpus: CUDA devices for the engines started here, in the order in which they are taken; empty: chosen by the plan.
         tensor_parallel: GPUs that share each layer of one engine.
         pipeline_parallel: Stages into which the layers of one engine are divided.
-        max_num_batched_tokens: Tokens that the engine computes in one step at most; None: vLLM chooses.
         draft: For speculative decoding; None: one token a step.
         adapters: Names of the LoRA adapters that all its engines offer.
     """
@@ -208,7 +207,6 @@ class TierSpec:
     gpus: tuple[int, ...] = ()
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
-    max_num_batched_tokens: int | None = None
     draft: Draft | None = None
     adapters: tuple[str, ...] = ()
 
@@ -239,6 +237,26 @@ class TierSpec:
             return self.digest
         folder = [str(self.checkpoint)] if self.checkpoint is not None else []
         return " ".join([*self.urls, *folder] or self.named_by) or None
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTokens:
+    """Tokens that the chat template adds to the texts of a conversation. All tiers share one template.
+
+    Attributes:
+        alone: To a single user message.
+        with_system: To a system and a user message.
+        further_pair: To each further answer and user message.
+    """
+
+    alone: int = 0
+    with_system: int = 0
+    further_pair: int = 0
+
+    def conversation(self, messages: int, *, system: bool) -> int:
+        """Return the tokens added to this many messages, a system message included."""
+        added, first = (self.with_system, 2) if system else (self.alone, 1)
+        return added + -(-self.further_pair * max(messages - first, 0) // 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from msgspec import Struct
+
 MEMORY = 0.8  # weight of the past in a trend: about the last five answers
 HALF_LIFE_S = 60.0  # of a trend: a tier that gets no requests returns to its measured speed
 PREFILL_MEMORY_MS = 20_000.0  # time constant of the rate of prompt tokens
@@ -30,8 +32,7 @@ ALWAYS_MS = 1e12
 UNMEASURED_SPREAD = 0.3  # of log(seen / predicted) before any answer: about a third either way
 
 
-@dataclass(slots=True, unsafe_hash=True)  # never changed; freezing would make each four times as dear to make
-class Load:
+class Load(Struct, frozen=True):
     """A replica's load, before one more request.
 
     Attributes:
@@ -192,8 +193,7 @@ def remaining_tokens(load: Load, output_share: float) -> float:
     return output_share * load.output_tokens / max(load.sequences, 1)
 
 
-@dataclass(slots=True, unsafe_hash=True)  # never changed, as ``Load``
-class Trend:
+class Trend(Struct, frozen=True):
     """Recent errors of predictions: mean and variance of log(seen / predicted), exponentially weighted.
 
     Attributes:
@@ -208,7 +208,9 @@ class Trend:
 
     def at_time(self, now: float, spread: float) -> tuple[float, float]:
         """Return mean and variance at ``now``: they decay to 0 and the given spread by half each ``HALF_LIFE_S``."""
-        left, steady = 0.5 ** ((now - self.at) / HALF_LIFE_S) if now > self.at else 1.0, spread * spread
+        if now <= self.at:
+            return self.mean, self.variance
+        left, steady = 0.5 ** ((now - self.at) / HALF_LIFE_S), spread * spread
         return self.mean * left, steady + (self.variance - steady) * left
 
     def faded(self, now: float, spread: float) -> Trend:
@@ -232,7 +234,7 @@ class Trend:
 STEADY = Trend(0.0, UNMEASURED_SPREAD**2, 0.0)
 
 
-class Seen(NamedTuple):
+class AnswerSample(NamedTuple):
     """One answer, and its replica's load. Times in milliseconds.
 
     Attributes:

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from tests.unit.router_stack import Stack, router_stack  # noqa: E402
+from tiers.breaker import BreakerOptions  # noqa: E402
 from tiers.spec import STANDARD_TIERS  # noqa: E402
 
 if TYPE_CHECKING:
@@ -40,9 +41,7 @@ TEXTS = ("ab", "ab c", "a\u00e9b\u4f60\U0001f600 ", "ENDab", "\nUser: a", "\u00e
 ALPHABETS = (*([character.encode() for character in text] for text in TEXTS), [b"a", b" ", b"\xc3", b"\xa9", b"\xff"])
 PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions", "generate": "/generate"}
 ODD = ({}, {"prompt": 5}, [], {"prompt": ""})
-SETTINGS = {
-    "upstream": {"breaker_failures": 10**6, "breaker_failure_share": 1.0, "retry_reserve": 10**6, "attempts": 5},
-}
+SETTINGS = {"upstream": {"breaker": BreakerOptions(10**6, 1.0), "retry_reserve": 10**6, "attempts": 5}}
 
 
 @dataclass(frozen=True, slots=True)

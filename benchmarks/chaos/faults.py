@@ -317,6 +317,13 @@ async def run(fault: Fault, scene: Scene, seconds: float) -> list[str]:
     return [f"{fault.name}: {what}" for what in wrong]
 
 
+TURNED = """
+from router.upstream.settings import UpstreamSettings
+from tiers.breaker import BreakerOptions
+UpstreamSettings.breaker, UpstreamSettings.retry_share = BreakerOptions(longest_pause_s=2), 1.0
+"""
+
+
 def settings(folder: Path, embeddings: int) -> str:
     """Return the router's settings: every limit of time is short."""
     return f"""
@@ -332,8 +339,6 @@ max_slowdown = 1e9
 first_token_timeout_s = 2
 token_timeout_s = 2
 answer_timeout_s = 4
-breaker_longest_pause_s = 2
-retry_share = 1.0
 """
 
 
@@ -360,7 +365,7 @@ def staged(fault: Fault, seconds: float) -> list[str]:
         engine = [sys.executable, "-m", "tests.fakes.engine", str(embeddings)]
         with (
             process(engine, {**os.environ, "PYTHONPATH": str(ROOT)}, subprocess.DEVNULL),
-            running(folder, settings(folder, embeddings), SHAPES, clocked) as router,
+            running(folder, settings(folder, embeddings), SHAPES, clocked, TURNED) as router,
         ):
             wrong = asyncio.run(in_scene(fault, router, keys, embeddings, seconds))
             log = router.log.read_text("utf-8", "replace")

@@ -23,13 +23,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 20.0  # an answer that takes longer is a hang: every timeout of the router is a second here
 # The fakes' answers: pieces, bytes of each, seconds between them. The last tier has one too large for any buffer.
 ENGINES = {"fast": (7, 6, 0.0), "balanced": (60, 20, 0.02), "precise": (500, 20_000, 0.0)}
+# What is run first in the router's process: it turns constants that are no settings.
+TURNED = """
+from router.server.settings import ServerSettings as S
+S.header_timeout_s = S.body_timeout_s = S.write_timeout_s = S.resume_s = 1
+"""
 SETTINGS = """
 [server]
-header_timeout_s = 1
-body_timeout_s = 1
 keep_alive_s = 3
-write_timeout_s = 1
-resume_s = 1
 resume_streams = 16
 max_body_bytes = 262144
 max_connections = 400
@@ -83,6 +84,7 @@ def running(
     settings: str = SETTINGS,
     shapes: Mapping[str, tuple[int, int, float]] = ENGINES,
     router_environment: Mapping[str, str] | None = None,
+    turned: str = TURNED,
 ) -> Iterator[Running]:
     """Run three fake engines and a router in front of them; stop them at the end.
 
@@ -91,12 +93,20 @@ def running(
         settings: The router's, as TOML.
         shapes: Of the engines' answers, as ``ENGINES``.
         router_environment: Further variables of the router alone.
+        turned: Python that the router's process runs first.
     """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("QARR_", "OTEL_"))}
     environment |= {"XDG_CONFIG_HOME": str(folder), "QARR_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
     config, log = folder / "chaos.toml", folder / "router.log"
     config.write_text(settings)
-    argv = [sys.executable, "-m", "router.cli.main", "serve", "--config", str(config)]
+    argv = [
+        sys.executable,
+        "-c",
+        f"{turned}\nfrom router.cli.main import main; main()",
+        "serve",
+        "--config",
+        str(config),
+    ]
     ports: dict[str, int] = {}
     with ExitStack() as stack:
         for tier, shape in shapes.items():

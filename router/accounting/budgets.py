@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from router.auth.api_keys import Account, Limit, Span, shown
 from router.telemetry.record import Cost
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
 
 
 class Periods(NamedTuple):
@@ -32,34 +29,37 @@ def renews_at(span: Span, at: float) -> datetime:
     return day + timedelta(days=1) if span == "day" else (day.replace(day=1) + timedelta(days=32)).replace(day=1)
 
 
+Used = dict[tuple[str, str], Cost]  # by account id and period: spent and reserved
+
+
 class Hold(NamedTuple):
-    """What an open request has reserved.
+    """What an open request reserves.
 
     Attributes:
-        accounts: Ids of those that it counts against.
+        accounts: Those that it counts against.
         periods: In which it began, and counts.
+        times: So many times their limits bound it.
     """
 
     id: str
-    accounts: tuple[str, ...]
+    accounts: tuple[Account, ...]
     periods: Periods
     reserved: Cost
+    times: int = 1
 
     @property
     def places(self) -> list[tuple[str, str]]:
-        """Where it counts: accounts and their periods."""
-        return [(account, period) for account in self.accounts for period in self.periods]
+        """Where it counts: accounts' ids and periods."""
+        return [(account.id, period) for account in self.accounts for period in self.periods]
 
-
-class Bound(NamedTuple):
-    """A limit of one of a hold's accounts."""
-
-    account: Account
-    limit: Limit
-    amount: int  # millionths; the limit's, or a multiple of it
-
-
-Used = dict[tuple[str, str], Cost]  # by account id and period: spent and reserved
+    def broken(self, used: Used) -> tuple[Account, Limit] | None:
+        """Return the first limit that it would break; None: none."""
+        for account in self.accounts:
+            for limit in account.limits:
+                there = used[account.id, getattr(self.periods, limit.span)]
+                if getattr(there, limit.unit) + getattr(self.reserved, limit.unit) > limit.amount * self.times:
+                    return account, limit
+        return None
 
 
 class Taken(NamedTuple):
@@ -67,25 +67,11 @@ class Taken(NamedTuple):
 
     Attributes:
         used: Before the request, of its accounts and periods.
-        denied: Position of the bound that it would break; None: it holds what it asked for.
+        denied: The limit that it would break; None: it holds what it asked for.
     """
 
     used: Used
-    denied: int | None
-
-
-def bounds(accounts: Sequence[Account], times: int = 1) -> list[Bound]:
-    """Return the bounds of accounts, each limit so many times."""
-    return [Bound(account, limit, limit.amount * times) for account in accounts for limit in account.limits]
-
-
-def first_broken(limits: Iterable[Bound], used: Mapping[tuple[str, str], Cost], hold: Hold) -> int | None:
-    """Return the position of the first bound that a hold would break; None: none."""
-    for position, (account, limit, amount) in enumerate(limits):
-        there = used[account.id, getattr(hold.periods, limit.span)]
-        if getattr(there, limit.unit) + getattr(hold.reserved, limit.unit) > amount:
-            return position
-    return None
+    denied: tuple[Account, Limit] | None
 
 
 class OverBudget(Exception):
@@ -99,18 +85,21 @@ class OverBudget(Exception):
         retry_after_s: Seconds until then; None: the request alone is larger than the budget.
     """
 
-    def __init__(self, bound: Bound, used: int, asked: int, at: float, currency: str) -> None:
-        self.account, self.limit, self.used = bound.account, bound.limit, used
-        self.text = bound.limit.text(currency)
-        self.renews = renews_at(bound.limit.span, at)
-        self.retry_after_s = None if asked > bound.amount else math.ceil(self.renews.timestamp() - at)
+    def __init__(self, hold: Hold, taken: Taken, at: float, currency: str) -> None:
+        assert taken.denied is not None
+        self.account, self.limit = taken.denied
+        span, unit, amount = self.limit
+        self.used: int = getattr(taken.used[self.account.id, getattr(hold.periods, span)], unit)
+        asked: int = getattr(hold.reserved, unit)
+        self.text, self.renews = self.limit.text(currency), renews_at(span, at)
+        self.retry_after_s = None if asked > amount * hold.times else math.ceil(self.renews.timestamp() - at)
         why = (
             f"is smaller than this request alone, which may need {shown(asked)}: ask for fewer max_tokens"
             if self.retry_after_s is None
-            else f"is used up: {shown(used)} are used or reserved, and this request may need {shown(asked)}; "
+            else f"is used up: {shown(self.used)} are used or reserved, and this request may need {shown(asked)}; "
             f"it renews at {self.renews:%Y-%m-%dT%H:%M:%SZ}"
         )
-        super().__init__(f"the budget of {bound.account.title}, {self.text}, {why}")
+        super().__init__(f"the budget of {self.account.title}, {self.text}, {why}")
 
 
 class BudgetUnknown(Exception):

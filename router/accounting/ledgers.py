@@ -10,15 +10,18 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from router.accounting.budgets import Bound, Hold, Periods, Taken, Used, first_broken
+from router.accounting.budgets import Hold, Taken, Used
+from router.auth.api_keys import Account
 from router.redis_link import REDIS_TIMEOUT_S, connect
 from router.telemetry.record import FREE, Cost
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
+    from router.accounting.budgets import Periods
     from router.accounting.database import Database
+    from router.auth.api_keys import Span, Unit
     from router.settings import Settings
 
 LEASE_S = 180.0  # after which the reservation of a dead router is free again
@@ -42,10 +45,10 @@ class MemoryLedger:
         self._spent: Used = defaultdict(Cost, known or {})
         self._holds: dict[str, Hold] = {}
 
-    async def take(self, hold: Hold, bounds: Sequence[Bound]) -> Taken:
-        """Reserve what a hold asks for if that breaks no bound."""
-        used = await self.used(hold.accounts, hold.periods)
-        denied = first_broken(bounds, used, hold)
+    async def take(self, hold: Hold) -> Taken:
+        """Reserve what a hold asks for if that breaks no limit."""
+        used = await self.used([account.id for account in hold.accounts], hold.periods)
+        denied = hold.broken(used)
         if denied is None:
             self._holds[hold.id] = hold
         return Taken(used, denied)
@@ -79,13 +82,15 @@ class SqliteLedger:
         self._database, self._now = database, now
         self.place = f"the file {database.path}"
 
-    async def take(self, hold: Hold, bounds: Sequence[Bound]) -> Taken:
+    async def take(self, hold: Hold) -> Taken:
+        ids = [account.id for account in hold.accounts]
+
         def work(sql: sqlite3.Connection) -> Taken:
             now = self._now()
-            used = _used(sql, hold.accounts, hold.periods, now)
-            denied = first_broken(bounds, used, hold)
+            used = _used(sql, ids, hold.periods, now)
+            denied = hold.broken(used)
             if denied is None:
-                rows = [(account, hold.id, *hold.periods, *hold.reserved, now + LEASE_S) for account in hold.accounts]
+                rows = [(account, hold.id, *hold.periods, *hold.reserved, now + LEASE_S) for account in ids]
                 sql.executemany("INSERT INTO held VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
             return Taken(used, denied)
 
@@ -95,7 +100,7 @@ class SqliteLedger:
         def work(sql: sqlite3.Connection) -> None:
             if not sql.execute("INSERT OR IGNORE INTO settled VALUES (?, ?)", (hold.id, self._now())).rowcount:
                 return
-            sql.executemany("DELETE FROM held WHERE account = ? AND id = ?", [(a, hold.id) for a in hold.accounts])
+            sql.executemany("DELETE FROM held WHERE account = ? AND id = ?", [(a.id, hold.id) for a in hold.accounts])
             sql.executemany(
                 "INSERT INTO spent VALUES (?, ?, ?, ?) ON CONFLICT (account, period) DO UPDATE SET "
                 "engine_us = engine_us + excluded.engine_us, money_u = money_u + excluded.money_u",
@@ -106,7 +111,7 @@ class SqliteLedger:
 
     async def renew(self, holds: Iterable[Hold]) -> None:
         """See ``MemoryLedger``. What nobody needs any longer is removed as well."""
-        rows = [(account, hold.id) for hold in holds for account in hold.accounts]
+        rows = [(account.id, hold.id) for hold in holds for account in hold.accounts]
 
         def work(sql: sqlite3.Connection) -> None:
             now = self._now()
@@ -203,7 +208,12 @@ local time = redis.call('TIME')
 local ends = tonumber(time[1]) + tonumber(time[2]) / 1e6 + tonumber(ARGV[1])
 for n = 2, #ARGV do redis.call('ZADD', KEYS[1], 'XX', ends, ARGV[n]) end
 """
-_ORDER = (("day", "engine_us"), ("day", "money_u"), ("month", "engine_us"), ("month", "money_u"))
+_ORDER: tuple[tuple[Span, Unit], ...] = (
+    ("day", "engine_us"),
+    ("day", "money_u"),
+    ("month", "engine_us"),
+    ("month", "money_u"),
+)
 
 
 class RedisLedger:
@@ -217,12 +227,9 @@ class RedisLedger:
         self._take, self._settle = self._redis.register_script(_TAKE), self._redis.register_script(_SETTLE)
         self._renew = self._redis.register_script(_RENEW)
 
-    async def take(self, hold: Hold, bounds: Sequence[Bound]) -> Taken:
-        places: list[tuple[str, str, str]] = [
-            (bound.account.id, bound.limit.span, bound.limit.unit) for bound in bounds
-        ]
-        most = dict(zip(places, (bound.amount for bound in bounds), strict=True))
-        limits = [most.get((account, *which), -1) for account in hold.accounts for which in _ORDER]
+    async def take(self, hold: Hold) -> Taken:
+        most = {(a.id, limit[0], limit[1]): limit.amount * hold.times for a in hold.accounts for limit in a.limits}
+        limits = [most.get((account.id, span, unit), -1) for account in hold.accounts for span, unit in _ORDER]
         args = [hold.id, *hold.reserved, *hold.periods, LEASE_S, *limits]
         denied, *told = await self._take(keys=_names(hold), args=args)
         pairs = zip(map(int, told[::2]), map(int, told[1::2]), strict=True)
@@ -230,7 +237,7 @@ class RedisLedger:
         if not denied:
             return Taken(used, None)
         account, which = hold.accounts[(denied - 1) // 4], _ORDER[(denied - 1) % 4]
-        return Taken(used, places.index((account, *which)))
+        return Taken(used, next((account, limit) for limit in account.limits if limit[:2] == which))
 
     async def settle(self, hold: Hold, cost: Cost) -> None:
         await self._settle(keys=_names(hold), args=[hold.id, *cost, SETTLED_KEPT_S, SPENT_KEPT_S])
@@ -239,12 +246,15 @@ class RedisLedger:
         ids: dict[str, list[str]] = defaultdict(list)
         for hold in holds:
             for account in hold.accounts:
-                ids[account].append(hold.id)
-        for account, held in ids.items():
-            await self._renew(keys=[_name("ends", account)], args=[LEASE_S, *held])
+                ids[account.id].append(hold.id)
+        for name, held in ids.items():
+            await self._renew(keys=[_name("ends", name)], args=[LEASE_S, *held])
 
     async def used(self, accounts: Iterable[str], periods: Periods) -> Used:
-        return (await self.take(Hold("", tuple(accounts), periods, FREE), ())).used
+        used = Used()
+        for account in accounts:
+            used |= (await self.take(Hold("", (Account(account, "", ()),), periods, FREE))).used
+        return used
 
     async def aclose(self) -> None:
         await self._redis.aclose()
@@ -258,8 +268,8 @@ def _name(*parts: str) -> str:
 def _names(hold: Hold) -> list[str]:
     found = [_name("settled", hold.id)]
     for account in hold.accounts:
-        found += [_name("spent", account, period) for period in hold.periods]
-        found += [_name("held", account), _name("ends", account)]
+        found += [_name("spent", account.id, period) for period in hold.periods]
+        found += [_name("held", account.id), _name("ends", account.id)]
     return found
 
 

@@ -13,9 +13,10 @@ import secrets
 import sqlite3
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
-from router.accounting.budgets import BudgetUnknown, Hold, NoPrice, OverBudget, bounds, periods
+from router.accounting.budgets import BudgetUnknown, Hold, NoPrice, OverBudget, periods
 from router.accounting.ledgers import MemoryLedger
 from router.aio import Finishing, end_tasks
 from router.redis_link import UNAVAILABLE, outage
@@ -25,10 +26,10 @@ from tiers.background import Faults
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from router.accounting.budgets import Bound, Taken, Used
+    from router.accounting.budgets import Taken, Used
     from router.accounting.ledgers import BudgetLedger
+    from router.accounting.settings import BudgetSettings
     from router.auth.api_keys import Account
-    from router.settings import BudgetSettings
     from router.telemetry.record import Cost
 
 log = logging.getLogger(f"qarr.{__name__}")
@@ -80,18 +81,16 @@ class Reservations:
             NoPrice: There is a budget of money, and no price.
             BudgetUnknown: The ledger cannot be reached, and nothing is known of a budget.
         """
-        limits, now = bounds(accounts, times), self._now()
-        if self.settings.replica_hour is None and any(bound.limit.unit == "money_u" for bound in limits):
+        units = {limit.unit for account in accounts for limit in account.limits}
+        if self.settings.replica_hour is None and "money_u" in units:
             raise NoPrice("this key has a budget of money, and budgets.replica_hour, the price, is not set")
-        hold = Hold(secrets.token_hex(12), tuple(account.id for account in accounts), periods(now), asked)
+        now = self._now()
+        hold = Hold(secrets.token_hex(12), accounts, periods(now), asked, times)
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep())
-        taken = await self._work.take(self._take(hold, limits), lambda taken: self._undo(taken, hold))
+        taken = await self._work.take(self._take(hold), partial(self._undo, hold))
         if taken.denied is not None:
-            bound = limits[taken.denied]
-            used = taken.used[bound.account.id, getattr(hold.periods, bound.limit.span)]
-            unit = bound.limit.unit
-            raise OverBudget(bound, getattr(used, unit), getattr(asked, unit), now, self.settings.currency)
+            raise OverBudget(hold, taken, now, self.settings.currency)
         return Reservation(self, hold)
 
     async def settle(self, hold: Hold, cost: Cost) -> None:
@@ -110,27 +109,27 @@ class Reservations:
             log.error("charges of %d requests are lost: %s", len(self._owed), outage(error))  # noqa: TRY400
         await self.ledger.aclose()
 
-    async def _take(self, hold: Hold, limits: list[Bound]) -> Taken:
+    async def _take(self, hold: Hold) -> Taken:
         taken: Taken | None = None
         if self._alone is None:
             try:
                 async with asyncio.timeout(self.ledger.timeout_s):
-                    taken = await self.ledger.take(hold, limits)
+                    taken = await self.ledger.take(hold)
             except LOST as error:
                 self._lose(error)
             else:
                 self._remember(taken.used)
         if taken is None:
             assert self._alone is not None
-            places = [(bound.account.id, getattr(hold.periods, bound.limit.span)) for bound in limits]
-            if self.settings.while_unknown != "serve" and any(place not in self._known for place in places):
+            needed = {(a.id, getattr(hold.periods, limit.span)) for a in hold.accounts for limit in a.limits}
+            if self.settings.while_unknown != "serve" and not needed <= self._known.keys():
                 raise BudgetUnknown(self.ledger.place)
-            taken = await self._alone.take(hold, limits)
+            taken = await self._alone.take(hold)
         if taken.denied is None:
             self._open[hold.id] = hold
         return taken
 
-    async def _undo(self, taken: Taken, hold: Hold) -> None:
+    async def _undo(self, hold: Hold, taken: Taken) -> None:
         if taken.denied is None:
             await self.settle(hold, FREE)
 

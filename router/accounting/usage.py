@@ -9,7 +9,7 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from datetime import date
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -79,14 +79,14 @@ class UsageLog:
 
     def __init__(self, database: Database, charging: Charging, now: Callable[[], float] = time.time) -> None:
         self._database, self._charging, self._now = database, charging, now
-        self._records: list[RequestRecord] = []
+        self._records: deque[RequestRecord] = deque()
         self._unwritten: dict[Row, Use] = defaultdict(Use)
         self._removed = ""  # the day on which old days were last removed
         self.observers: list[Callable[[Row, Use], None]] = []
 
     def offer(self, record: RequestRecord) -> None:
         """Take note of a request that has ended; what it cost is found out later."""
-        if record.usage or (record.overflow is not None and record.key_id):
+        if record.usage or (record.served.overflow is not None and record.key_id):
             self._records.append(record)
 
     async def run(self) -> None:
@@ -127,25 +127,27 @@ class UsageLog:
 
     async def _count(self) -> None:
         """Add up the records that have come, a few at a time: requests go on between them."""
-        records, self._records = self._records, []
-        for number, record in enumerate(records, 1):
-            if number % AT_ONCE == 0:
-                await asyncio.sleep(0)
-            row, use = self._used(record)
+        number = 0
+        while self._records:
+            row, use = self._used(self._records.popleft())
             self._unwritten[row] = self._unwritten[row].plus(use)
             for observe in self.observers:
                 observe(row, use)
+            number += 1
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     def _used(self, record: RequestRecord) -> tuple[Row, Use]:
-        pricing, cached = self._charging.pricing, record.cached_prompt_tokens or 0
+        pricing, tokens = self._charging.pricing, record.tokens
+        cached = tokens.cached or 0
         row = Row(periods(record.at).day, record.key_id, record.team, OVERFLOW)
-        use = Use(1, record.prompt_tokens, cached, record.output_tokens)
+        use = Use(1, tokens.prompt, cached, tokens.output)
         if not record.usage:
             return row, use
         cost = pricing.cost(record.decision, record.usage) if record.cost is None else record.cost
-        whole = TierUsage(pricing.highest, record.prompt_tokens, cached, record.output_tokens)
+        whole = TierUsage(pricing.highest, tokens.prompt, cached, tokens.output)
         highest = pricing.cost(record.decision, (whole,))
-        row = row._replace(tier=str(record.served_by or record.usage[-1].tier))
+        row = row._replace(tier=str(record.served.tier or record.usage[-1].tier))
         return row, Use(*use[:4], *cost, *highest)
 
 

@@ -64,7 +64,7 @@ class Admin:
         roster = self._operations.roster
         replica = roster.add(*parse_replica(await _read(request), roster.tiers))
         added = {"id": replica.id, "tier": replica.spec.name, "url": replica.url, "source": replica.source}
-        return json_response({**added, "state": replica.state.value}, 201)
+        return json_response({**added, "state": replica.state.status.value}, 201)
 
     async def _list(self, request: Request) -> Response:
         check_admin(request, self._keys)

@@ -10,9 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import from_json, to_json
 from starlette.responses import Response
 
+from router.api.settings import LimitSettings, TierPolicy
 from router.pipeline.request import NO_BOUNDS, RoutingOptions, Truncate
 from router.policy.decision import Priority, Sla, Sort
-from router.settings import AdapterName, EngineAddress, LimitSettings, TierPolicy
+from router.section import AdapterName, EngineAddress  # noqa: TC001  pydantic reads them
 from tiers.quantization import QUANTIZATIONS, Quantization
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from router.settings import Settings
     from tiers.preparing import Preparing
-    from tiers.snapshot import FleetSnapshot, ReplicaSnapshot
+    from tiers.snapshot import FleetSnapshot, ReplicaState
 
 
 # Of OpenRouter's object, what means nothing here, or cannot be promised.
@@ -317,6 +318,7 @@ def render_fleet(
 
     ``sources``: who names each replica, by id. ``inside``: with addresses and paths, and details that quote them.
     """
+    now = fleet.load.now if fleet.load is not None else 0.0
     return {
         "model": model,
         "machine": machine,
@@ -325,7 +327,7 @@ def render_fleet(
             {
                 "tier": tier.spec.name,
                 "precision": tier.spec.precision,
-                "state": tier.state.value,
+                "state": tier.status.value,
                 "preparing": render_preparing(tier.preparing) if tier.preparing is not None else None,
                 "detail": tier.preparing.failed or "" if tier.preparing is not None and inside else "",
                 "checkpoint": str(tier.spec.checkpoint) if tier.spec.checkpoint and inside else None,
@@ -335,7 +337,10 @@ def render_fleet(
                 "max_model_len": tier.spec.max_model_len,
                 "adapters": list(tier.spec.adapters),
                 "max_in_flight": tier.spec.max_in_flight,
-                "replicas": [{**_render_replica(r, inside=inside), "source": sources.get(r.id)} for r in tier.replicas],
+                "replicas": [
+                    {**_render_replica(replica, output_tokens, now, inside=inside), "source": sources.get(replica.id)}
+                    for replica, output_tokens in zip(tier.replicas, tier.output_tokens, strict=True)
+                ],
             }
             for tier in fleet.tiers
         ],
@@ -362,55 +367,56 @@ def json_response(body: object, status: int = 200, headers: Mapping[str, str] | 
     return Response(to_json(body), status, headers, "application/json")
 
 
-def _render_replica(replica: ReplicaSnapshot, *, inside: bool) -> dict[str, Any]:
+def _render_replica(replica: ReplicaState, output_tokens: int, now: float, *, inside: bool) -> dict[str, Any]:
     gauges, speed = replica.gauges, replica.speed
+    ttft_trend, tpot_trend = replica.trends.means(now, speed)
     acceptance, hit_rate = (None, None) if gauges is None else (gauges.acceptance, gauges.hit_rate)
     return {
         "id": replica.id,
         "url": replica.url if inside else None,
         "pid": replica.pid if inside else None,
-        "state": replica.state.value,
+        "state": replica.status.value,
         "precision": replica.precision,
         "detail": replica.detail if inside else "",
         "in_flight": replica.in_flight,
-        "places_taken": replica.taken,
+        "places_taken": replica.slots,
         "limit": replica.limit,
-        "breaker": replica.breaker.value,
-        "prompt_tokens_outstanding": replica.prompt_tokens_outstanding,
-        "output_tokens_outstanding": replica.output_tokens_outstanding,
+        "breaker": replica.breaker.state.value,
+        "prompt_tokens_outstanding": replica.prompt_tokens,
+        "output_tokens_outstanding": output_tokens,
         "served": replica.served,
         "failed": replica.failed,
         "engine_running": gauges.running if gauges else None,
         "engine_waiting": gauges.waiting if gauges else None,
         "kv_cache_usage": gauges.kv_cache_usage if gauges else None,
-        "kv_cache_tokens": replica.kv_tokens or None,
-        "kv_cache_tokens_held": replica.kv_tokens_held,
-        "kv_pressure": replica.kv_pressure,
+        "kv_cache_tokens": replica.kv.size or None,
+        "kv_cache_tokens_held": replica.kv.held,
+        "kv_pressure": replica.kv.pressure,
         "prefix_cache_hit_rate": None if hit_rate is None else round(hit_rate, 3),
         "draft_acceptance": None if acceptance is None else round(acceptance, 3),
         "ttft_base_ms": round(speed.ttft_base_ms, 1) if speed else None,
         "prefill_ms_per_token": round(speed.prefill_ms_per_token, 3) if speed else None,
-        "tpot_ms": round(speed.step_ms(1) * math.exp(replica.tpot_trend.mean), 2) if speed else None,
+        "tpot_ms": round(speed.step_ms(1) * math.exp(tpot_trend), 2) if speed else None,
         "speed_profiled": speed.profiled if speed else None,
         "speed_source": speed.source if speed else None,
         "step_base_ms": round(speed.step_base_ms, 3) if speed else None,
         "step_ms_per_sequence": round(speed.step_ms_per_sequence, 3) if speed else None,
-        "ttft_trend": round(math.exp(replica.ttft_trend.mean), 3),
-        "tpot_trend": round(math.exp(replica.tpot_trend.mean), 3),
+        "ttft_trend": round(math.exp(ttft_trend), 3),
+        "tpot_trend": round(math.exp(tpot_trend), 3),
     }
 
 
 def health_of(fleet: FleetSnapshot, notes: Iterable[str] = (), *, serves: bool) -> dict[str, Any]:
     """Return whether requests are answered, and what an operator should look at; ``notes``: of where engines are named."""
     tiers = [tier for tier in fleet.tiers if not tier.spec.absent]
-    reasons = [f"tier {t.spec.name} is {t.state.value}" for t in tiers if t.state is not ReplicaStatus.READY]
+    reasons = [f"tier {t.spec.name} is {t.status.value}" for t in tiers if t.status is not ReplicaStatus.READY]
     for replica in (replica for tier in tiers for replica in tier.replicas):
-        if replica.state in BROKEN:
-            reasons.append(f"{replica.id} is {replica.state.value}")
-        elif replica.state is ReplicaStatus.READY and replica.detail:
+        if replica.status in BROKEN:
+            reasons.append(f"{replica.id} is {replica.status.value}")
+        elif replica.status is ReplicaStatus.READY and replica.detail:
             reasons.append(f"{replica.id}: {replica.detail}")
     reasons += notes
     if not serves:
         reasons.insert(0, "the router is shutting down")
-    ready = serves and any(tier.state is ReplicaStatus.READY for tier in tiers)
+    ready = serves and any(tier.status is ReplicaStatus.READY for tier in tiers)
     return {"status": ("degraded" if reasons else "healthy") if ready else "unhealthy", "reasons": reasons}

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from router.pipeline.request import Call, RequestContext
     from router.policy.decision import Decision
     from router.server.responder import Responder
-    from router.settings import Settings, TelemetrySettings
+    from router.settings import Settings
+    from router.telemetry.settings import TelemetrySettings
     from router.upstream.engine_stream import EngineAnswer
     from router.upstream.sse import Chunk
 
@@ -114,7 +115,6 @@ class Answering:
         """Answer one request. Work stops when the client goes away, unless the stream is resumable."""
         service, endpoint, context = self.service, self.endpoint, context_of(scope)
         pipeline, server = service.pipeline, service.settings.server
-        pipeline.telemetry.name_server_span(scope, endpoint.path)
         body = await read_body(scope, receive, server.max_body_bytes)
         cancel_on_disconnect(scope)
         if endpoint.resumes and (last_event_id := context.header(b"last-event-id")):

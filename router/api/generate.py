@@ -337,7 +337,6 @@ class Route:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, which counts as one of no tokens. A refusal is a decision too: 200, with ``tier`` null."""
         context, pipeline = context_of(scope), self.service.pipeline
-        pipeline.telemetry.name_server_span(scope, "/route")
         body = await read_body(scope, receive, self.service.settings.server.max_body_bytes)
         call = await GENERATE.read(body, context, self.service)
         grant = await pipeline.quotas.enter(context.caller, 0, context.limits)

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from router.settings import OpenAISettings
-    from router.telemetry.tracing import Telemetry
+    from router.api.settings import OpenAISettings
     from tiers.fleet import Fleet
     from tiers.snapshot import TierSnapshot
     from tiers.spec import TierName
@@ -49,14 +48,12 @@ class Models:
 
     fleet: Fleet
     settings: OpenAISettings
-    telemetry: Telemetry
     model: str
     created: int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with the models that the caller may use, or with one of them."""
         wanted, context = scope["path_params"].get("id"), context_of(scope)
-        self.telemetry.name_server_span(scope, "/v1/models/{id}" if wanted else "/v1/models")
         allowed = context.caller.tiers
         body = {"object": "list", "data": self._cards(allowed)} if wanted is None else self.card(wanted, allowed)
         await json_response(body, headers=context.headers)(scope, receive, send)
@@ -114,7 +111,7 @@ def behind(tier: TierSnapshot) -> dict[str, Any]:
         "quantization": shown_quantization(spec.precision),
         "context_length": spec.max_model_len,
         "adapters": list(spec.adapters),
-        "state": tier.state.value,
+        "state": tier.status.value,
     }
 
 
@@ -195,7 +192,6 @@ class ModelEndpoints:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with the tiers behind one model. Where engines are is not told to anybody."""
         models, name = self.models, scope["path_params"]["id"]
-        models.telemetry.name_server_span(scope, "/v1/models/{id}/endpoints")
         card = models.card(name, context_of(scope).caller.tiers)
         data = {
             "id": name,
@@ -218,7 +214,7 @@ class ModelEndpoints:
         await json_response({"data": data}, headers=context_of(scope).headers)(scope, receive, send)
 
     def _endpoint(self, tier: TierSnapshot) -> dict[str, Any]:
-        spec, ready = tier.spec, tier.state is ReplicaStatus.READY
+        spec, ready = tier.spec, tier.status is ReplicaStatus.READY
         parameters = [p for p in PARAMETERS if spec.draft is None or p not in NOT_WITH_DRAFT]
         return {
             **behind(tier),

@@ -39,10 +39,10 @@ from router.upstream.json_object import JsonObject, as_boolean, as_integer
 
 if TYPE_CHECKING:
     from router.api.endpoint import Service
+    from router.api.settings import TierPolicy
     from router.api.truncation import Cutter
     from router.pipeline.registry import ActiveRequest
     from router.pipeline.request import PromptText, RequestContext
-    from router.settings import TierPolicy
 
 # Header → member of the ``qarr`` object; numbers are written as such.
 HEADERS: dict[bytes, tuple[str, ...]] = {

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from router.auth.quota import Quotas
     from router.pipeline.request import RequestContext
     from router.settings import Settings
-    from router.telemetry.tracing import Telemetry
     from router.upstream.client import Pool, Upstream
     from router.upstream.json_object import JsonObject
     from tiers.fleet import Fleet
@@ -39,7 +38,6 @@ class Passthrough:
     upstream: Upstream
     quotas: Quotas
     fleet: Fleet
-    telemetry: Telemetry
     settings: Settings
 
 
@@ -53,7 +51,6 @@ class Tokens:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on. Work stops when the client goes away."""
         deps, context = self.deps, context_of(scope)
-        deps.telemetry.name_server_span(scope, self.path)
         document = read_document(await read_body(scope, receive, deps.settings.server.max_body_bytes))
         resolve(document, deps.settings.openai, deps.fleet)
         small = SmallRequest(self.path, "tokens", tuple(self._engines(document, context.caller.tiers)), tokens=0)
@@ -63,9 +60,11 @@ class Tokens:
     def _engines(self, document: JsonObject, allowed: frozenset[TierName] | None) -> Iterator[AskedEngine]:
         """Yield whom to ask: ready engines, without a slot on them, for tokenizing takes nothing from generation."""
         fleet, now = self.deps.fleet, time.monotonic()
-        replicas = [r for r in fleet.replicas if r.state is ReplicaStatus.READY]
+        replicas = [r for r in fleet.replicas if r.state.status is ReplicaStatus.READY]
         ready = [r for r in replicas if allowed is None or r.spec.name in allowed]
-        for replica in sorted(ready, key=lambda r: (not r.breaker.admits(now), fleet.rank(r.spec.name), r.in_flight)):
+        for replica in sorted(
+            ready, key=lambda r: (not r.breaker.admits(now), fleet.rank(r.spec.name), r.state.in_flight)
+        ):
             yield AskedEngine(replica.url, replica.api_key, document.edited({"model": replica.model}))
 
 
@@ -78,7 +77,6 @@ class Embeddings:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on. Work stops when the client goes away."""
         deps, context = self.deps, context_of(scope)
-        deps.telemetry.name_server_span(scope, EMBEDDINGS)
         body = await read_body(scope, receive, deps.settings.server.max_body_bytes)
         document = read_document(body)
         if not deps.settings.openai.embeddings_urls:

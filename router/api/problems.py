@@ -22,8 +22,7 @@ from router.auth.api_keys import MICRO, BeyondKey, IssuerAway, Unauthorized
 from router.auth.quota import OverQuota
 from router.pipeline.request import RequestContext
 from router.policy.decision import Decision, Refusal, Refused
-from router.policy.explain import verdicts
-from router.policy.render import render_verdict
+from router.policy.render import render_estimates
 from router.reload import ReloadError
 from router.server.errors import BodyTooLarge, HeadTooLarge, NotHttp, TooManyConnections, TooSlow
 from router.server.responder import CLIENT_GONE
@@ -294,7 +293,7 @@ def _refused(decision: Decision) -> Problem:
     if decision.refusal is Refusal.NO_ADAPTER:
         openai = (404, "model_not_found")
     kind = decision.refusal.value.replace("_", "-")
-    tiers = [render_verdict(v) for v in verdicts(decision)]
+    tiers = render_estimates(decision)
     return Problem(int(status), kind, title, decision.reason, errors, retry, {"tiers": tiers}, openai)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Send
 
-    from router.settings import ServerSettings
+    from router.server.settings import ServerSettings
 
 log = logging.getLogger(f"qarr.{__name__}")
 REMEMBERED = 1000  # ids of ended streams, to tell them from unknown ids
@@ -172,7 +172,7 @@ class ResumableStream:
                 raise ResumedElsewhere("the stream was resumed on another connection, which has the rest")
             start = after + 1 - self.oldest
             if start < 0:
-                raise StreamGone(f"events before {self.oldest} are no longer kept (server.resume_bytes): ask again")
+                raise StreamGone(f"events before {self.oldest} are no longer kept: ask again")
             batch = self._events[start : start + BATCH_EVENTS]
             if batch:
                 after += len(batch)
@@ -229,7 +229,7 @@ class ResumableStreams:
                 '"resumable": true are kept; ask again without the header'
             )
         if number < stream.oldest - 1:
-            raise StreamGone(f"events before {stream.oldest} are no longer kept (server.resume_bytes): ask again")
+            raise StreamGone(f"events before {stream.oldest} are no longer kept: ask again")
         return stream, number
 
     async def read(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from classifier import TokenCounter
     from router.pipeline.pipeline import Pipeline
     from router.pipeline.request import Call, Truncate
-    from tiers.snapshot import TemplateTokens
+    from tiers.spec import TemplateTokens
 
 CLOSE = 4  # tokens that a cut text may be shorter than it could be: nearer takes many more counts
 

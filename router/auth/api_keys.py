@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 PREFIX = "qarr-"
 MICRO = 1_000_000  # amounts of budgets are millionths of an engine-second and of the currency
 Span = Literal["day", "month"]
+Unit = Literal["engine_us", "money_u"]
 
 
 class KeysError(Exception):
@@ -73,7 +74,7 @@ class Limit(NamedTuple):
     """One budget: so many millionths of a unit in each day or month."""
 
     span: Span
-    unit: Literal["engine_us", "money_u"]
+    unit: Unit
     amount: int
 
     @property
@@ -155,7 +156,7 @@ class Budget(BaseModel):
     money_per_month: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
 
     def limits(self) -> tuple[Limit, ...]:
-        given: tuple[tuple[Span, Literal["engine_us", "money_u"], float | None], ...] = (
+        given: tuple[tuple[Span, Unit, float | None], ...] = (
             ("day", "engine_us", self.engine_seconds_per_day),
             ("day", "money_u", self.money_per_day),
             ("month", "engine_us", self.engine_seconds_per_month),
@@ -229,7 +230,7 @@ class KeyRecord(Budget):
 class KeyFile(BaseModel):
     """The key file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid")
 
     version: Literal[1] = 1
     keys: tuple[KeyRecord, ...] = ()
@@ -243,6 +244,9 @@ class KeyFile(BaseModel):
         """Return the callers of the keys in force, by the keys' hashes."""
         teams = self.by_name
         return {key.sha256: key.caller(teams) for key in self.keys if key.revoked is None}
+
+
+Record = TypeVar("Record", KeyRecord, TeamRecord)
 
 
 def hash_key(key: str) -> str:
@@ -281,17 +285,13 @@ def add_key(path: Path, name: str, **rights: object) -> tuple[str, KeyRecord]:
     """
     key = PREFIX + secrets.token_urlsafe(32)
     fields = {"id": secrets.token_hex(4), "name": name, "sha256": hash_key(key), "created": datetime.now(UTC)}
-    try:
-        record = KeyRecord.model_validate({**fields, **rights})
-    except ValidationError as error:
-        raise KeysError(f"{first_fault(error)} (got {error.errors()[0]['input']!r})") from None
-    with _locked(path):
-        file = read_key_file(path)
+    record = _valid(KeyRecord, {**fields, **rights})
+    with _changing(path) as file:
         if any(k.name == name and k.revoked is None for k in file.keys):
             raise KeysError(f"there is a key named {name!r} already: revoke it first, or take another name")
-        if record.team is not None and record.team not in {team.name for team in file.teams or ()}:
+        if record.team is not None and record.team not in file.by_name:
             raise KeysError(f"there is no team {record.team!r}: make it with 'qarr keys team {record.team}'")
-        _write(path, file.model_copy(update={"keys": (*file.keys, record)}))
+        file.keys += (record,)
     return key, record
 
 
@@ -301,14 +301,9 @@ def set_team(path: Path, name: str, **budget: float | None) -> TeamRecord:
     Raises:
         KeysError: A budget or the name is not valid, or the file cannot be used.
     """
-    try:
-        team = TeamRecord.model_validate({"name": name, **budget})
-    except ValidationError as error:
-        raise KeysError(f"{first_fault(error)} (got {error.errors()[0]['input']!r})") from None
-    with _locked(path):
-        file = read_key_file(path)
-        others = tuple(each for each in file.teams or () if each.name != name)
-        _write(path, file.model_copy(update={"teams": (*others, team)}))
+    team = _valid(TeamRecord, {"name": name, **budget})
+    with _changing(path) as file:
+        file.teams = (*(each for each in file.teams or () if each.name != name), team)
     return team
 
 
@@ -318,29 +313,33 @@ def revoke_key(path: Path, id_or_name: str) -> KeyRecord:
     Raises:
         KeysError: There is no such key in force.
     """
-    with _locked(path):
-        file = read_key_file(path)
+    with _changing(path) as file:
         found = [k for k in file.keys if k.revoked is None and id_or_name in {k.id, k.name}]
         if not found:
             raise KeysError(f"there is no key in force with the id or name {id_or_name!r}: 'qarr keys list' shows all")
         gone = found[0].model_copy(update={"revoked": datetime.now(UTC)})
-        _write(path, file.model_copy(update={"keys": tuple(gone if k.id == gone.id else k for k in file.keys)}))
+        file.keys = tuple(gone if k.id == gone.id else k for k in file.keys)
     return gone
 
 
+def _valid(kind: type[Record], fields: dict[str, object]) -> Record:
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise KeysError(f"{first_fault(error)} (got {error.errors()[0]['input']!r})") from None
+
+
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _changing(path: Path) -> Iterator[KeyFile]:
+    """Replace the file atomically by what it is made: a reader sees the old one or the new one, its owner alone."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with path.with_name(path.name + ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _write(path: Path, keys: KeyFile) -> None:
-    """Replace the file atomically: a reader sees the old one or the new one. Only its owner may read it."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "w") as file:
-        file.write(keys.model_dump_json(indent=2, exclude_none=True))
-        file.flush()
-        os.fsync(file.fileno())
-    Path(name).replace(path)
+        keys = read_key_file(path)
+        yield keys
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(handle, "w") as file:
+            file.write(keys.model_dump_json(indent=2, exclude_none=True))
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)

@@ -37,10 +37,10 @@ REDIS_CONNECTIONS = 8
 REDIS_RETRY_S = 1  # between tries after a failure
 LATE = "late"  # Redis' answer to a take after its deadline
 Resource = Literal["requests", "tokens", "concurrent"]
-_UNITS: dict[Resource, str] = {  # in the order of a quota's limits
-    "requests": "requests a minute",
-    "tokens": "tokens a minute",
-    "concurrent": "requests at once",
+_LIMITS: dict[Resource, tuple[str, str]] = {  # of a quota: the name, and the unit for people
+    "requests": ("requests_per_minute", "requests a minute"),
+    "tokens": ("tokens_per_minute", "tokens a minute"),
+    "concurrent": ("concurrent_requests", "requests at once"),
 }
 
 
@@ -54,19 +54,18 @@ class OverQuota(Exception):
     """
 
     def __init__(self, resource: Resource, limit: int, asked: int, retry_after_s: float | None) -> None:
-        text = f"this key allows {limit} {_UNITS[resource]}"
+        text = f"this key allows {limit} {_LIMITS[resource][1]}"
         super().__init__(f"{text}; this request alone needs {asked}" if retry_after_s is None else text)
         self.resource, self.limit, self.retry_after_s = resource, limit, retry_after_s
 
 
-class Usage(NamedTuple):
+class QuotaState(NamedTuple):
     """What a key has used of its quota, after a request was admitted or denied.
 
     Attributes:
         denied: The limit that the request would break; None: it is admitted.
         requests: In the window.
         tokens: In the window, taken in advance or used.
-        concurrent: Slots taken.
         wait_s: Seconds until the denied resource suffices; of an admitted request, until the window is empty.
         second: The ledger's second in which the request was counted.
     """
@@ -74,7 +73,6 @@ class Usage(NamedTuple):
     denied: Resource | None
     requests: int
     tokens: int
-    concurrent: int
     wait_s: float
     second: int
 
@@ -97,12 +95,12 @@ class Refund(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Grant:
+class QuotaGrant:
     """What an admitted request has taken. Settle it exactly once, however the request ends."""
 
     _quotas: Quotas
-    _ledger: Ledger
     _taken: Refund
+    _in_redis: bool
     _settled: bool = False
 
     async def settle(self, tokens: int | None) -> None:
@@ -111,7 +109,7 @@ class Grant:
             self._settled = True
             taken = self._taken
             unused = taken if tokens is None else taken._replace(requests=0, tokens=taken.tokens - tokens)
-            await self._quotas.settle(self._ledger, unused)
+            await self._quotas.settle(unused, in_redis=self._in_redis)
 
 
 class Quotas:
@@ -121,14 +119,14 @@ class Quotas:
         self._local = LocalLedger(now)
         self._shared = RedisLedger(redis_url) if redis_url else None
         self._lost = False
-        self._open: dict[str, str] = {}  # key ids, by the slots that they hold
+        self._open: dict[str, str] = {}  # key ids, by the slots that they hold in Redis
         self._refunds: dict[str, Refund] = {}
         self._timeouts: set[asyncio.Timeout] = set()
         self._work = Finishing()
         self._keeper: asyncio.Task[None] | None = None
         self._renew_at = 0.0
 
-    async def enter(self, caller: Caller, tokens: int, headers: dict[str, str]) -> Grant | None:
+    async def enter(self, caller: Caller, tokens: int, headers: dict[str, str]) -> QuotaGrant | None:
         """Admit a request; None for a caller without limits. ``headers`` gets ``x-ratelimit-*``, also when it is denied.
 
         Raises:
@@ -140,18 +138,27 @@ class Quotas:
         limit = quota.tokens_per_minute
         if limit is not None and tokens > limit:
             raise OverQuota("tokens", limit, tokens, None)
-        asked = Refund(caller.key_id, None, 1, tokens, secrets.token_hex(8))
-        ledger, usage = await self._work.take(self._take(quota, asked), partial(self._undo, asked))
-        headers.update(limit_headers(quota, usage))
-        if usage.denied is not None:
-            raise OverQuota(usage.denied, quota[list(_UNITS).index(usage.denied)] or 0, tokens, usage.wait_s)
-        self._open[asked.slot] = caller.key_id
-        return Grant(self, ledger, asked._replace(second=usage.second))
+        asked, state = Refund(caller.key_id, None, 1, tokens, secrets.token_hex(8)), None
+        if self._shared is not None and not self._lost:
+            taking = self._take(self._shared, quota, asked)
+            state = await self._work.take(taking, partial(self._undo, self._shared, asked))
+        in_redis = state is not None
+        if state is None:
+            state = self._local.take(caller.key_id, quota, tokens, asked.slot)
+        headers.update(limit_headers(quota, state))
+        if state.denied is not None:
+            raise OverQuota(state.denied, getattr(quota, _LIMITS[state.denied][0]), tokens, state.wait_s)
+        if in_redis:
+            self._open[asked.slot] = caller.key_id
+        return QuotaGrant(self, asked._replace(second=state.second), in_redis)
 
-    async def settle(self, ledger: Ledger, unused: Refund) -> None:
+    async def settle(self, unused: Refund, *, in_redis: bool) -> None:
         """Give back what a grant did not use, even if the caller is cancelled."""
-        self._open.pop(unused.slot, None)
-        await self._work.finish(self._give_back(ledger, unused))
+        if not in_redis or self._shared is None:
+            self._local.give_back(unused)
+            return
+        del self._open[unused.slot]
+        await self._work.finish(self._give_back(self._shared, unused))
 
     async def aclose(self) -> None:
         """Finish what is being taken and given back, and close the connections to Redis."""
@@ -161,37 +168,32 @@ class Quotas:
         if self._shared is not None:
             await self._shared.aclose()
 
-    async def _take(self, quota: Quota, asked: Refund) -> tuple[Ledger, Usage]:
-        shared = self._shared
-        if shared is not None and self._keeper is None:
+    async def _take(self, shared: RedisLedger, quota: Quota, asked: Refund) -> QuotaState | None:
+        """Ask Redis; None: it does not answer."""
+        if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep(shared))
-        if shared is not None and not self._lost:
-            due = time.monotonic() + REDIS_TIMEOUT_S
-            try:
-                async with asyncio.timeout(REDIS_TIMEOUT_S) as timeout:
-                    self._timeouts.add(timeout)
-                    try:
-                        return shared, await shared.take(asked.key_id, quota, asked.tokens, asked.slot)
-                    finally:
-                        self._timeouts.discard(timeout)
-            except UNAVAILABLE as error:
-                self._refunds[asked.slot] = asked._replace(due=due)
-                self._lose(error)
-        return self._local, await self._local.take(asked.key_id, quota, asked.tokens, asked.slot)
+        due = time.monotonic() + REDIS_TIMEOUT_S
+        try:
+            async with asyncio.timeout(REDIS_TIMEOUT_S) as timeout:
+                self._timeouts.add(timeout)
+                try:
+                    return await shared.take(asked.key_id, quota, asked.tokens, asked.slot)
+                finally:
+                    self._timeouts.discard(timeout)
+        except UNAVAILABLE as error:
+            self._refunds[asked.slot] = asked._replace(due=due)
+            self._lose(error)
+            return None
 
-    async def _undo(self, asked: Refund, taken: tuple[Ledger, Usage]) -> None:
-        ledger, usage = taken
-        if usage.denied is None:
-            await self._give_back(ledger, asked._replace(second=usage.second))
+    async def _undo(self, shared: RedisLedger, asked: Refund, state: QuotaState | None) -> None:
+        if state is not None and state.denied is None:
+            await self._give_back(shared, asked._replace(second=state.second))
 
-    async def _give_back(self, ledger: Ledger, unused: Refund) -> None:
-        if isinstance(ledger, LocalLedger):
-            await ledger.give_back(unused)
-            return
+    async def _give_back(self, shared: RedisLedger, unused: Refund) -> None:
         self._refunds[unused.slot] = unused
         if not self._lost:
             try:
-                await self._refund(ledger, unused)
+                await self._refund(shared, unused)
             except UNAVAILABLE as error:
                 self._lose(error)
 
@@ -246,13 +248,13 @@ class _Counts:
 
 
 class LocalLedger:
-    """Counts in this process. Nothing awaits, so every change is atomic."""
+    """Counts in this process."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._keys: dict[str, _Counts] = defaultdict(_Counts)
 
-    async def take(self, key_id: str, quota: Quota, tokens: int, slot: str) -> Usage:
+    def take(self, key_id: str, quota: Quota, tokens: int, slot: str) -> QuotaState:
         """Take a request, tokens and a slot, all or nothing."""
         now = self._now()
         second, counts = int(now), self._keys[key_id]
@@ -260,13 +262,13 @@ class LocalLedger:
             del counts.seconds[old]
         for future in [s for s in counts.seconds if s > second]:  # the clock was set back: as if used just now
             counts.add(second, *counts.seconds.pop(future))
-        usage = window_usage(quota, counts.seconds, len(counts.slots), tokens, now)
-        if usage.denied is None:
+        state = window_state(quota, counts.seconds, len(counts.slots), tokens, now)
+        if state.denied is None:
             counts.slots.add(slot)
             counts.add(second, 1, tokens)
-        return usage
+        return state
 
-    async def give_back(self, unused: Refund) -> None:
+    def give_back(self, unused: Refund) -> None:
         counts = self._keys[unused.key_id]
         counts.slots.discard(unused.slot)
         if unused.tokens < 0:
@@ -275,7 +277,7 @@ class LocalLedger:
             counts.add(unused.second, -unused.requests, -unused.tokens)
 
 
-def window_usage(quota: Quota, seconds: Mapping[int, Sequence[int]], slots: int, tokens: int, now: float) -> Usage:
+def window_state(quota: Quota, seconds: Mapping[int, Sequence[int]], slots: int, tokens: int, now: float) -> QuotaState:
     """Tell whether one more request is within a quota, and what will be used; ``seconds``: requests and tokens by second."""
     denied: Resource
     requests_used, tokens_used = (sum(used[i] for used in seconds.values()) for i in (0, 1))
@@ -288,8 +290,8 @@ def window_usage(quota: Quota, seconds: Mapping[int, Sequence[int]], slots: int,
         denied, wait_s = "tokens", _wait_s(seconds, 1, tokens_used + tokens - most_tokens, now)
     else:
         clear_s = int(now) + WINDOW_S + 1 - now
-        return Usage(None, requests_used + 1, tokens_used + tokens, slots + 1, clear_s, int(now))
-    return Usage(denied, requests_used, tokens_used, slots, wait_s, int(now))
+        return QuotaState(None, requests_used + 1, tokens_used + tokens, clear_s, int(now))
+    return QuotaState(denied, requests_used, tokens_used, wait_s, int(now))
 
 
 def _wait_s(seconds: Mapping[int, Sequence[int]], which: int, excess: int, now: float) -> float:
@@ -302,13 +304,13 @@ def _wait_s(seconds: Mapping[int, Sequence[int]], which: int, excess: int, now: 
 
 
 # KEYS: counts, places (slots). ARGV: requests, tokens and concurrent limit (-1: none), tokens asked, slot, window, lease,
-# and the time until which the caller waits for the answer. Answers the fields of Usage, and the time by Redis' clock.
+# and the time until which the caller waits for the answer. Answers the fields of QuotaState, and the time by Redis' clock.
 # That clock counts, so that routers whose clocks differ agree. If it was set back, counts of future seconds count as used
 # just now, and a slot ends with its lease.
 _TAKE = """
 local time = redis.call('TIME')
 local second, now = tonumber(time[1]), tonumber(time[1]) + tonumber(time[2]) / 1e6
-if now > tonumber(ARGV[8]) then return {'late', 0, 0, 0, '0', second, tostring(now)} end
+if now > tonumber(ARGV[8]) then return {'late', 0, 0, '0', second, tostring(now)} end
 local limits = {tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])}
 local asked, window = tonumber(ARGV[4]), tonumber(ARGV[6])
 local flat = redis.call('HGETALL', KEYS[1])
@@ -357,9 +359,9 @@ else
   redis.call('EXPIRE', KEYS[1], window + 2)
   redis.call('ZADD', KEYS[2], now + tonumber(ARGV[7]), ARGV[5])
   redis.call('EXPIRE', KEYS[2], tonumber(ARGV[7]))
-  used, slots = {used[1] + 1, used[2] + asked}, slots + 1
+  used = {used[1] + 1, used[2] + asked}
 end
-return {denied, used[1], used[2], slots, tostring(wait), second, tostring(now)}
+return {denied, used[1], used[2], tostring(wait), second, tostring(now)}
 """
 # KEYS: counts, places (slots). ARGV: second ('': the one in which the slot was taken), requests, tokens (below 0: used
 # beyond what was taken, just now), slot, expiry, lease. A second call for the same slot gives nothing back, so a caller who
@@ -391,7 +393,7 @@ class RedisLedger:
         self._take = self._redis.register_script(_TAKE)
         self._give_back = self._redis.register_script(_GIVE_BACK)
 
-    async def take(self, key_id: str, quota: Quota, tokens: int, slot: str) -> Usage:
+    async def take(self, key_id: str, quota: Quota, tokens: int, slot: str) -> QuotaState:
         """Take a request, tokens and a slot, all or nothing; nothing once ``REDIS_TIMEOUT_S`` have passed.
 
         Raises:
@@ -401,12 +403,12 @@ class RedisLedger:
         numbers = [-1 if limit is None else limit for limit in quota]
         for _ in range(2):  # where Redis' clock was set ahead, the second try knows it
             until = await self._clock.when(self._redis, due)
-            denied, requests, used, slots, wait, second, shown = await self._take(
+            denied, requests, used, wait, second, shown = await self._take(
                 keys=_names(key_id), args=[*numbers, tokens, slot, WINDOW_S, LEASE_S, until]
             )
             self._clock.learn(float(shown))
             if denied != LATE:
-                return Usage(denied or None, requests, used, slots, float(wait), second)
+                return QuotaState(denied or None, requests, used, float(wait), second)
         raise TimeoutError
 
     async def give_back(self, unused: Refund) -> None:
@@ -434,21 +436,18 @@ class RedisLedger:
         await self._redis.aclose()
 
 
-Ledger = LocalLedger | RedisLedger
-
-
 def _names(key_id: str) -> list[str]:
     """Return the names of a key's counts and slots; the braces keep them on one node of a cluster."""
     return [f"qarr:{{{key_id}}}:counts", f"qarr:{{{key_id}}}:places"]
 
 
-def limit_headers(quota: Quota, usage: Usage) -> dict[str, str]:
-    """Return the headers that OpenAI's clients know: limit, what is left, and seconds until ``Usage.wait_s`` has passed."""
+def limit_headers(quota: Quota, state: QuotaState) -> dict[str, str]:
+    """Return the headers that OpenAI's clients know: limit, what is left, and the seconds of ``QuotaState.wait_s``."""
     headers: dict[str, str] = {}
-    reset = f"{max(math.ceil(usage.wait_s), 0)}s"
+    reset = f"{max(math.ceil(state.wait_s), 0)}s"
     for name, limit, used in (
-        ("requests", quota.requests_per_minute, usage.requests),
-        ("tokens", quota.tokens_per_minute, usage.tokens),
+        ("requests", quota.requests_per_minute, state.requests),
+        ("tokens", quota.tokens_per_minute, state.tokens),
     ):
         if limit is not None:
             headers[f"x-ratelimit-limit-{name}"] = str(limit)

@@ -29,7 +29,7 @@ from router.policy.profiles import first_fault
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from router.settings import JwtSettings
+    from router.auth.settings import JwtSettings
 
 log = logging.getLogger(f"qarr.{__name__}")
 AGAIN_S = 10.0  # least time between two fetches

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from router.cli.client import KeyOption, RouterApiClient, UrlOption, check_no_options
-from router.cli.common import ConfigOption, print_table
+from router.cli.client import RouterApiClient, is_alone
+from router.cli.common import print_table, with_options
 from tiers.errors import OperationError
 from tiers.spec import TierName
 
@@ -30,39 +30,31 @@ TierOption = Annotated[
 
 
 @adapters_app.callback(invoke_without_command=True)
-def adapters_list(
-    context: typer.Context, url: UrlOption = "", key: KeyOption = "", config: ConfigOption = None
-) -> None:
+@with_options
+def adapters_list(context: typer.Context, *, router: RouterApiClient) -> None:
     """Show the LoRA adapters of the running fleet; load and unload them."""
-    if context.invoked_subcommand is None:
-        _print_adapters(RouterApiClient(url, key, config).ask("/tiers")["tiers"])
-    else:
-        check_no_options(context)
+    if is_alone(context):
+        _print_adapters(router.ask("/tiers")["tiers"])
 
 
 @adapters_app.command("load")
+@with_options
 def adapters_load(
-    name: NameArgument,
-    folder: PathArgument,
-    tier: TierOption = None,
-    url: UrlOption = "",
-    key: KeyOption = "",
-    config: ConfigOption = None,
+    name: NameArgument, folder: PathArgument, tier: TierOption = None, *, router: RouterApiClient
 ) -> None:
     """Load an adapter into running engines. They need `lora.at_run_time`, and load it again after each restart.
 
     A restart of `qarr up` forgets it: name it in `lora.adapters` to keep it.
     """
-    body: dict[str, Any] = {"name": name, "path": folder}
-    if tier:
-        body["tiers"] = list(tier)
-    _report(RouterApiClient(url, key, config).ask("/admin/adapters", "POST", body, timeout_s=LOAD_S))
+    body: dict[str, Any] = {"name": name, "path": folder, **({"tiers": list(tier)} if tier else {})}
+    _report(router.ask("/admin/adapters", "POST", body, timeout_s=LOAD_S))
 
 
 @adapters_app.command("unload")
-def adapters_unload(name: NameArgument, url: UrlOption = "", key: KeyOption = "", config: ConfigOption = None) -> None:
+@with_options
+def adapters_unload(name: NameArgument, *, router: RouterApiClient) -> None:
     """Unload an adapter from all engines that have it. Requests for it are refused from then on."""
-    _report(RouterApiClient(url, key, config).ask(f"/admin/adapters/{name}", "DELETE", timeout_s=LOAD_S))
+    _report(router.ask(f"/admin/adapters/{name}", "DELETE", timeout_s=LOAD_S))
 
 
 def _report(answer: dict[str, Any]) -> None:

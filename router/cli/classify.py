@@ -18,11 +18,12 @@ from router.policy.decide import decide
 from router.policy.decision import Query
 from router.policy.render import render_features
 from router.policy.table import policy_table
-from router.settings import SettingsError, load_settings
+from router.section import SettingsError
+from router.settings import load_settings
 from tiers.checkpoints.prepare import finished
 from tiers.errors import OperationError
-from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
-from tiers.spec import ReplicaStatus
+from tiers.snapshot import FleetSnapshot, ReplicaState, TierSnapshot
+from tiers.spec import ReplicaStatus, TemplateTokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,10 +84,10 @@ def classify(
 
 def idle_fleet(settings: Settings) -> FleetSnapshot:
     """Return a fleet with one idle, ready replica in each tier and no measurements."""
-    replica = ReplicaSnapshot("", "", None, ReplicaStatus.READY, None, 0, 0, 0, 0, 0)
+    replica = ReplicaState("", "", status=ReplicaStatus.READY)
     tiers = zip(settings.tiers.names, tier_settings(settings), strict=True)
     return FleetSnapshot(
-        tuple(TierSnapshot(tier_spec(name, tier, {}), (replica,)) for name, tier in tiers), TemplateTokens()
+        tuple(TierSnapshot(tier_spec(name, tier, {}), (replica,), (0,)) for name, tier in tiers), TemplateTokens()
     )
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import ssl
 from contextlib import suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 import httpx
 import typer
 
-from router.cli.common import err, http_url, plain
-from router.settings import SettingsError, load_settings
+from router.cli.common import ConfigOption, err, http_url, plain
+from router.section import SettingsError
+from router.settings import load_settings
 from tiers.errors import OperationError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from router.settings import Settings, TlsSettings
+    from router.server.settings import TlsSettings
+    from router.settings import Settings
 
 TIMEOUT_S = 30.0
 KEY_NEEDED = "the router needs a key: give one with --key or in the variable QARR_KEY"
@@ -29,16 +32,17 @@ KeyOption = Annotated[
 ]
 
 
-class NotFound(OperationError):
-    """The router answers HTTP 404."""
-
-
 class RouterApiClient:
-    """A client of the running router."""
+    """A client of the running router, which is looked for with the first request."""
 
-    def __init__(self, url: str, key: str, config: Path | None = None) -> None:
-        self.url, verify = find_router(url, config)
-        self._client = httpx.Client(headers=authorization(key), timeout=TIMEOUT_S, trust_env=False, verify=verify)
+    def __init__(self, url: UrlOption = "", key: KeyOption = "", config: ConfigOption = None) -> None:
+        self.url, self._key, self._config = url, key, config
+
+    @cached_property
+    def http(self) -> httpx.Client:
+        self.url, verify = find_router(self.url, self._config)
+        headers = authorization(self._key)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, trust_env=False, verify=verify)
 
     def ask(
         self, path: str, method: str = "GET", body: dict[str, Any] | None = None, timeout_s: float = TIMEOUT_S
@@ -46,13 +50,13 @@ class RouterApiClient:
         """Return the JSON object with which the router answers a request.
 
         Raises:
+            SettingsError: See ``find_router``.
             OperationError: The router does not answer, or refuses.
-            NotFound: It answers HTTP 404.
         """
         try:
-            response = self._client.request(method, self.url + path, json=body, timeout=timeout_s)
+            response = self.http.request(method, path, json=body, timeout=timeout_s)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise OperationError(no_answer(self.url, error)) from error
+            raise self.no_answer(error) from error
         if response.status_code == httpx.codes.UNAUTHORIZED:
             raise OperationError(KEY_NEEDED)
         try:
@@ -60,14 +64,14 @@ class RouterApiClient:
         except ValueError as error:
             raise OperationError(f"{self.url}{path} answered HTTP {response.status_code}: is this a router?") from error
         if response.is_error:
-            kind = NotFound if response.status_code == httpx.codes.NOT_FOUND else OperationError
-            raise kind(_said(answer))
+            wrong = [f"{e['field']}: {e['problem']} (allowed: {e['allowed']})" for e in answer.get("errors", ())]
+            raise OperationError("; ".join(wrong) or str(answer.get("detail", answer)))
         return answer
 
-
-def _said(answer: dict[str, Any]) -> str:
-    wrong = [f"{e['field']}: {e['problem']} (allowed: {e['allowed']})" for e in answer.get("errors", ())]
-    return "; ".join(wrong) or str(answer.get("detail", answer))
+    def no_answer(self, error: Exception) -> OperationError:
+        return OperationError(
+            f"no router answers at {self.url} ({type(error).__name__}): 'make up' starts one, --url names another"
+        )
 
 
 def find_router(url: str, config: Path | None = None) -> tuple[str, ssl.SSLContext | bool]:
@@ -136,23 +140,19 @@ def load_own(context: ssl.SSLContext, tls: TlsSettings) -> None:
             context.load_cert_chain(tls.certificate, tls.key)
 
 
-def check_no_options(context: typer.Context) -> None:
-    """Check that no option stands before a subcommand, which would not get it.
+def is_alone(context: typer.Context) -> bool:
+    """Tell whether a command has no subcommand.
 
     Raises:
-        typer.BadParameter: One does.
+        typer.BadParameter: It has one, and an option stands before that, which would not get it.
     """
-    for name in context.params:
+    for name in context.params if context.invoked_subcommand is not None else ():
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise typer.BadParameter(f"give --{name} after '{context.invoked_subcommand}', which would not get it here")
+    return context.invoked_subcommand is None
 
 
 def authorization(key: str) -> dict[str, str]:
     """Return the headers that carry a key; none for an empty key."""
     return {"authorization": f"Bearer {key}"} if key else {}
-
-
-def no_answer(url: str, error: Exception) -> str:
-    """Return an error text that says that no router answers, and what to do."""
-    return f"no router answers at {url} ({type(error).__name__}): 'make up' starts one, --url names another"

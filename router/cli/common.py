@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import time
-from dataclasses import fields
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -36,24 +36,25 @@ SHORTEST_ID = 6  # characters of a trace or request id that find it
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command with an option for each field of its parameter ``options``, a dataclass."""
-    hints = get_type_hints(command, include_extras=True)
-    made = hints["options"]
-    names = [each.name for each in fields(made)]
-    expanded: list[inspect.Parameter] = []
-    for each in inspect.signature(command).parameters.values():
-        parts = inspect.signature(made).parameters.values() if each.name == "options" else [each]
-        expanded += [part.replace(kind=inspect.Parameter.KEYWORD_ONLY) for part in parts]
-    hints |= get_type_hints(made, include_extras=True)
+    """Return a command with an option for each argument of its parameters ``options`` and ``router``, which it makes."""
+    shown: list[Parameter] = []
+    groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
+    for each in signature(command, eval_str=True).parameters.values():
+        if each.name in {"options", "router"}:
+            parts = signature(each.annotation, eval_str=True).parameters
+            groups[each.name] = each.annotation, list(parts)
+            shown += parts.values()
+        else:
+            shown.append(each)
 
+    @wraps(command)
     def run(**given: Any) -> None:
-        command(options=made(**{name: given.pop(name) for name in names}), **given)
+        made = {name: make(**{part: given.pop(part) for part in parts}) for name, (make, parts) in groups.items()}
+        command(**made, **given)
 
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    run.__annotations__ = {each.name: hints[each.name] for each in expanded}
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [each.replace(annotation=hints[each.name]) for each in expanded]
-    )
+    expanded = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in shown]
+    run.__signature__ = Signature(expanded)  # type: ignore[attr-defined]  # typer reads it
+    run.__annotations__ = {}
     return run
 
 
@@ -80,6 +81,18 @@ def tier_settings(settings: Settings) -> list[Any]:
 def clock(started: float) -> str:
     """Return the time since a command began (monotonic seconds), for the head of a line."""
     return f"{time.monotonic() - started:6.1f} s"
+
+
+class Progress:
+    """Says lines on standard error, with the seconds since its start; a repeated line is left out."""
+
+    def __init__(self) -> None:
+        self._started, self._last = time.monotonic(), ""
+
+    def __call__(self, line: str) -> None:
+        if line != self._last:
+            err.print(f"{clock(self._started)} {plain(line)}")
+            self._last = line
 
 
 def plain(text: str) -> str:

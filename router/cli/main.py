@@ -28,7 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "health": ("health", "health"),
     "classify": ("classify", "classify"),
     "plan": ("plan", "plan"),
-    "settings": ("settings", "show_settings"),
+    "settings": ("show_settings", "show_settings"),
     "reload": ("reload", "reload"),
     "model": ("model", "model_app"),
     "keys": ("keys", "keys_app"),
@@ -39,7 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 HIDDEN = {"router"}
 # Errors that end a command with their text, and where they are defined.
 EXPECTED = (
-    ("router.settings", "SettingsError"),
+    ("router.section", "SettingsError"),
     ("tiers.errors", "TierError"),
     ("classifier", "TokenizerError"),
     ("router.deployment.listening", "ListenError"),

@@ -25,22 +25,10 @@ def model_prepare(
     calibration_samples: Annotated[
         int | None, typer.Option(help="Calibration prompts used, at even distances; 0 uses all.", metavar="N")
     ] = None,
-    calibration_tokens: Annotated[
-        int | None, typer.Option(help="Tokens used of each calibration prompt, at most.", metavar="N")
-    ] = None,
-    group_size: Annotated[
-        int | None, typer.Option(help="AWQ weights a scale: 32, 64 or 128; 0 chooses.", metavar="N")
-    ] = None,
 ) -> None:
     """Make the BF16, FP8 and AWQ int4 checkpoints of a model; finished ones are kept."""
     started = time.monotonic()
-    asked = {
-        "name": model,
-        "calibration": calibration,
-        "calibration_samples": calibration_samples,
-        "calibration_tokens": calibration_tokens,
-        "group_size": group_size,
-    }
+    asked = {"name": model, "calibration": calibration, "calibration_samples": calibration_samples}
     options = prepare_options(load_settings(config, {"model": asked}))
     steps = Steps(lambda line: err.print(f"{clock(started)} {plain(line)}"))
     for checkpoint in find(options) or prepare(options, steps):

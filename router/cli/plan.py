@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from router.cli.common import ConfigOption, output, print_table
+from router.cli.common import ConfigOption, output, print_table, with_options
 from router.deployment.layout import prepare_options, speed_machine
 from router.policy.profiles import latency_name, load_latency
 from router.settings import load_settings
@@ -28,8 +28,8 @@ from tiers.spec import STANDARD_TIERS, TierName
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from router.policy.profiles import Fit
     from router.settings import Settings
-    from tiers.checkpoints.checkpoint import Checkpoint
     from tiers.sizing.architecture import Architecture
     from tiers.sizing.hardware import GpuKind
     from tiers.speed import SpeedModel
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 ROOFLINE = "roofline"
 NOTES_WIDTH = 120
 _LOAD = re.compile(r"([\d.]+)\s*/\s*(s|min|h)|([\d.]+)")
-_PERIODS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 MODEL_HELP = "Hugging Face id, model folder or config.json; by default the settings' model."
 GPUS_HELP = "Kind of GPU, and how many there are; without a number, as many as needed. By default this machine's."
 SHARES_HELP = "Of the requests, by tier, as fast=2,balanced=1,precise=1; by default the same for each."
+_PERIODS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,112 +61,117 @@ class _Target:
     speed: str | None
     paces: Mapping[TierName, SpeedModel]
     weights: Mapping[TierName, int]
-    kv_cache: int
 
 
-def plan(
-    model: Annotated[str | None, typer.Option(help=MODEL_HELP, metavar="MODEL")] = None,
-    gpus: Annotated[str | None, typer.Option(help=GPUS_HELP, metavar="2xH100")] = None,
-    load: Annotated[str | None, typer.Option(help="Requests, as 40/s or 100/min.", metavar="RATE")] = None,
-    prompt: Annotated[int, typer.Option(help="Mean tokens of a prompt.", min=1, metavar="TOKENS")] = 800,
-    answer: Annotated[int, typer.Option("--output", help="Mean tokens of an answer.", min=1, metavar="TOKENS")] = 250,
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command's options."""
+
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP, metavar="MODEL")] = None
+    gpus: Annotated[str | None, typer.Option(help=GPUS_HELP, metavar="2xH100")] = None
+    load: Annotated[str | None, typer.Option(help="Requests, as 40/s or 100/min.", metavar="RATE")] = None
+    prompt: Annotated[int, typer.Option(help="Mean tokens of a prompt.", min=1, metavar="TOKENS")] = 800
+    output: Annotated[int, typer.Option(help="Mean tokens of an answer.", min=1, metavar="TOKENS")] = 250
     context: Annotated[
         int | None, typer.Option(help="Longest prompt and answer; by default the means' sum.", min=2, metavar="TOKENS")
-    ] = None,
+    ] = None
     tpot: Annotated[
         float | None, typer.Option(help="Longest time between two tokens, in ms.", min=0.1, metavar="MS")
-    ] = None,
-    shares: Annotated[str | None, typer.Option(help=SHARES_HELP, metavar="SHARES")] = None,
+    ] = None
+    shares: Annotated[str | None, typer.Option(help=SHARES_HELP, metavar="SHARES")] = None
     max_num_seqs: Annotated[
         int | None,
         typer.Option(help="Sequences an engine decodes at once: on GPUs 256, else as set.", min=1, metavar="N"),
-    ] = None,
-    kv_fp8: Annotated[bool, typer.Option("--kv-fp8", help="Keep the KV cache in FP8.")] = False,
+    ] = None
+    kv_fp8: Annotated[bool, typer.Option("--kv-fp8", help="Keep the KV cache in FP8.")] = False
     prices: Annotated[
         Path, typer.Option(help="Prices of GPUs; see docs/planning.md.", metavar="FILE", show_default="built-in")
-    ] = PRICES,
+    ] = PRICES
     profile: Annotated[
         Path | None,
         typer.Option(help="Latency profile measured on such GPUs, instead of the roofline.", metavar="FILE"),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    config: ConfigOption = None,
-) -> None:
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+    config: ConfigOption = None
+
+
+@with_options
+def plan(options: Options) -> None:
     """Tell what a model needs, how many engines carry a load, and what they cost. No weights are read."""
-    settings = load_settings(config)
-    target = _target(settings, model, gpus, profile)
-    longest = context or prompt + answer
-    if longest > target.model.context:
-        raise PlanError(f"--context {longest}: {target.name} takes {target.model.context} tokens at most")
-    if longest < prompt + answer:
-        raise PlanError(f"--context {longest} is shorter than a mean prompt and answer, {prompt + answer} tokens")
-    usual = 256 if target.gpu is not None else settings.tiers.precise.max_num_seqs
-    demand = Demand(
-        _rate(load), prompt, answer, longest, max_num_seqs or usual, tpot, None if shares is None else _shares(shares)
-    )
+    settings = load_settings(options.config)
+    target = _target(settings, options)
+    demand = _demand(settings, options, target)
     if target.gpu is None:
-        if kv_fp8:
+        if options.kv_fp8:
             raise PlanError("--kv-fp8 needs --gpus: engines on a CPU keep their KV cache in BF16")
         currency = None
-        made = plan_on_cpu(target.model, demand, kv_cache=target.kv_cache, weights=target.weights, paces=target.paces)
+        cache = settings.engine.cpu_kv_cache_gib * GIB
+        made = plan_on_cpu(target.model, demand, kv_cache=cache, weights=target.weights, paces=target.paces)
     else:
-        known, kv_bytes = read_prices(prices), 1 if kv_fp8 else 2
+        known, kv_bytes = read_prices(options.prices), 1 if options.kv_fp8 else 2
         currency = known.currency
         made = plan_on_gpus(
             target.model, target.gpu, target.available, demand, prices=known, kv_bytes=kv_bytes, paces=target.paces
         )
-    if as_json:
+    if options.as_json:
         typer.echo(json.dumps(_json(target, demand, made), indent=2))
     else:
         _show(target, demand, made, currency)
 
 
-def _target(settings: Settings, model: str | None, gpus: str | None, profile: Path | None) -> _Target:
-    checkpoints = () if model is not None else finished(prepare_options(settings))
+def _demand(settings: Settings, options: Options, target: _Target) -> Demand:
+    means, most = options.prompt + options.output, target.model.context
+    longest = options.context or means
+    if longest > most:
+        raise PlanError(f"--context {longest}: {target.name} takes {most} tokens at most")
+    if longest < means:
+        raise PlanError(f"--context {longest} is shorter than a mean prompt and answer, {means} tokens")
+    usual = 256 if target.gpu is not None else settings.tiers.precise.max_num_seqs
+    return Demand(
+        requests_per_s=None if options.load is None else _rate(options.load),
+        prompt_tokens=options.prompt,
+        output_tokens=options.output,
+        context=longest,
+        max_num_seqs=options.max_num_seqs or usual,
+        tpot_ms=options.tpot,
+        shares=None if options.shares is None else _shares(options.shares),
+    )
+
+
+def _target(settings: Settings, options: Options) -> _Target:
+    checkpoints = () if options.model is not None else finished(prepare_options(settings))
     if checkpoints:
         name, folder = checkpoints[-1].manifest.model, str(checkpoints[-1].path)
     else:
-        name = folder = model or settings.model.name
-        if model is None and name == DEFAULT_MODEL:
+        name = folder = options.model or settings.model.name
+        if options.model is None and name == DEFAULT_MODEL:
             raise PlanError(f"{name}, the default model, is not made yet: run 'qarr model prepare', or give --model")
-    found, machine = architecture(find_config(folder)), read_machine()
-    gpu, available = (None, None) if gpus is None else parse_gpus(gpus)
-    if gpus is None and machine.gpus:
+    machine, profile = read_machine(), options.profile
+    gpu, available = (None, None) if options.gpus is None else parse_gpus(options.gpus)
+    if options.gpus is None and machine.gpus:
         gpu, available = _same_kind([each.name for each in machine.gpus])
-    paces, speed = _measured(profile) if profile is not None else ({}, ROOFLINE)
-    if gpu is None and profile is None:
-        paces, speed = _own_profile(settings, checkpoints)
+    if gpu is None and profile is None and checkpoints:  # what was measured on this machine
+        digests = {made.tier: made.manifest.weights_digest for made in checkpoints}
+        own = settings.policy.profiles / latency_name(digests, speed_machine(settings))
+        profile = own if own.is_file() else None
+    fits: tuple[Fit, ...] = ()
+    speed = None if gpu is None else ROOFLINE
+    if profile is not None:
+        fits, speed = load_latency(profile).fits, f"measured: {profile}"
+    paces = {fit.tier: fit.model for fit in fits}
     weights = {each.tier: held_bytes(each.path, amx=machine.amx) for each in checkpoints} if gpu is None else {}
-    return _Target(name, found, gpu, available, speed, paces, weights, settings.engine.cpu_kv_cache_gib * GIB)
+    return _Target(name, architecture(find_config(folder)), gpu, available, speed, paces, weights)
 
 
 def _same_kind(names: list[str]) -> tuple[GpuKind, int]:
-    kind = next((gpu for gpu in known_gpus() if gpu.is_called(names[0])), None)
-    if kind is None:
-        raise PlanError(f"this machine's {names[0]} is not known; give --gpus the most similar of {_known()}")
-    return kind, names.count(names[0])
+    for kind in known_gpus():
+        if kind.is_called(names[0]):
+            return kind, names.count(names[0])
+    known = ", ".join(gpu.name for gpu in known_gpus())
+    raise PlanError(f"this machine's {names[0]} is not known; give --gpus the most similar of {known}")
 
 
-def _known() -> str:
-    return ", ".join(gpu.name for gpu in known_gpus())
-
-
-def _measured(profile: Path) -> tuple[Mapping[TierName, SpeedModel], str | None]:
-    return {fit.tier: fit.model for fit in load_latency(profile).fits}, f"measured: {profile}"
-
-
-def _own_profile(
-    settings: Settings, checkpoints: tuple[Checkpoint, ...]
-) -> tuple[Mapping[TierName, SpeedModel], str | None]:
-    """Return what was measured on this machine; None: nothing was."""
-    digests = {made.tier: made.manifest.weights_digest for made in checkpoints}
-    path = settings.policy.profiles / latency_name(digests, speed_machine(settings))
-    return _measured(path) if checkpoints and path.is_file() else ({}, None)
-
-
-def _rate(text: str | None) -> float | None:
-    if text is None:
-        return None
+def _rate(text: str) -> float:
     found = _LOAD.fullmatch(text.strip())
     try:
         rate = 0.0 if found is None else float(found[1] or found[3]) / _PERIODS[found[2] or "s"]
@@ -258,18 +263,12 @@ def _notes(target: _Target, demand: Demand, made: FleetPlan, currency: str | Non
         found.append("the three engines share the processor; 'qarr up' checks its memory")
         if made.tiers[0].replicas > 1:
             found.append(f"the load takes {made.tiers[0].replicas} machines like this one")
-    if target.speed is None:
-        found.append("speed: not measured on this machine; 'qarr profile latency' does it, --gpus has a roofline")
-    else:
-        found.append(f"speed: {'computed (roofline), not measured' if target.speed == ROOFLINE else target.speed}")
-    if made.gpu_seconds_saved is not None and sum(tier.lacks is None for tier in made.tiers) > 1:
-        highest = next(tier for tier in reversed(made.tiers) if not tier.lacks)
-        change = (
-            f"{made.gpu_seconds_saved:.0%} less"
-            if made.gpu_seconds_saved >= 0
-            else f"{-made.gpu_seconds_saved:.0%} more"
-        )
-        found.append(f"these shares take {change} engine time than everything on {highest.tier}")
+    speed = target.speed or "not measured on this machine; 'qarr profile latency' does it, --gpus has a roofline"
+    found.append(f"speed: {'computed (roofline), not measured' if speed == ROOFLINE else speed}")
+    fitting, saved = [tier for tier in made.tiers if not tier.lacks], made.gpu_seconds_saved
+    if saved is not None and len(fitting) > 1:
+        change = f"{abs(saved):.0%} {'less' if saved >= 0 else 'more'}"
+        found.append(f"these shares take {change} engine time than everything on {fitting[-1].tier}")
     if target.gpu is not None and made.cost_per_hour is None:
         found.append(f"no price of {target.gpu.name} is known: give --prices a file")
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +12,7 @@ import typer
 from rich.table import Table
 
 from router.cli.client import UrlOption, find_router
-from router.cli.common import ConfigOption, clock, err, plain, print_table
+from router.cli.common import ConfigOption, Progress, print_table
 from router.policy.profiles import REFERENCE, ProfileError, load_latency
 from router.profiling.client import RouterClient
 from router.profiling.lm_eval import CLASSES, import_runs, read_classes
@@ -60,7 +59,7 @@ def profile_quality(
     It waits while there are other requests, and continues where it stopped. If the router needs a key, set QARR_KEY.
     """
     folder = load_settings(config).policy.profiles
-    log = _Log()
+    log = Progress()
     plan = Plan(
         tasks=read_tasks(tasks),
         name=SUITE if tasks == TASKS else tasks.name,
@@ -106,7 +105,7 @@ def profile_import(
     docs/lm-eval.md has the harness's commands. If the router needs a key, set QARR_KEY.
     """
     folder = load_settings(config).policy.profiles
-    log = _Log()
+    log = Progress()
     known = {**(read_classes(classes) if classes else {}), **read_classes(CLASSES)}
     runs = [_tier_and_folder(text) for text in lm_eval]
 
@@ -142,7 +141,7 @@ def profile_latency(
     QARR_KEY.
     """
     folder = load_settings(config).policy.profiles
-    log = _Log()
+    log = Progress()
     plan = LatencyPlan(step_s=step, tiers=tuple(tier or ()))
 
     async def measured() -> LatencyProfile:
@@ -165,18 +164,6 @@ def _tier_and_folder(text: str) -> tuple[TierName | None, Path]:
         return TierName(tier), Path(path)
     except ValueError:
         raise typer.BadParameter(f"{tier!r} is no tier's name", param_hint="--lm-eval") from None
-
-
-class _Log:
-    """Progress on standard error, with the seconds since the start; repeated lines are left out."""
-
-    def __init__(self) -> None:
-        self._started, self._last = time.monotonic(), ""
-
-    def __call__(self, line: str) -> None:
-        if line != self._last:
-            err.print(f"{clock(self._started)} {plain(line)}")
-            self._last = line
 
 
 @asynccontextmanager

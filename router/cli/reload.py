@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import typer
 
-from router.cli.client import KeyOption, RouterApiClient, UrlOption
-from router.cli.common import ConfigOption  # noqa: TC001  typer reads it
+from router.cli.client import RouterApiClient  # noqa: TC001  typer reads it
+from router.cli.common import with_options
 
 
-def reload(url: UrlOption = "", key: KeyOption = "", config: ConfigOption = None) -> None:
+@with_options
+def reload(router: RouterApiClient) -> None:
     """Have the running router take over its changed settings, without a restart: all of them, or none.
 
     It reads the file and variables that it was started with. SIGHUP does the same.
     """
-    changed = RouterApiClient(url, key, config).ask("/admin/reload", "POST")["changed"]
+    changed = router.ask("/admin/reload", "POST")["changed"]
     for change in changed:
         typer.echo(f"{change['setting']}: {change['before']} -> {change['after']}")
     typer.echo(f"settings reloaded: {len(changed)} changed")

@@ -28,8 +28,9 @@ from router.deployment.listening import listen, open_keys
 from router.deployment.on_ray import make_ray_deployment
 from router.deployment.reloading import Asked
 from router.deployment.run import StartObserver, check_files, run
+from router.section import cache_dir
 from router.server.handover import HandoverClient, control_path
-from router.settings import cache_dir, load_settings
+from router.settings import load_settings
 from router.telemetry.logs import Logging
 from tiers.checkpoints.prepare import finished
 from tiers.lifecycle.engine_args import check_engine_args
@@ -181,16 +182,16 @@ def _run(
         logging.say(lambda: err.print(line))  # in its thread: a stopped terminal must not block the router
 
     def changed(replica: Replica) -> None:
-        detail = f": {replica.detail}" if replica.detail else ""
-        say(f"{replica.id:12} {replica.state.value}{plain(detail)}")
+        detail = f": {replica.state.detail}" if replica.state.detail else ""
+        say(f"{replica.id:12} {replica.state.status.value}{plain(detail)}")
 
     def serving(fleet: Fleet) -> None:
-        ready = " and ".join(t.spec.name for t in fleet.snapshot().tiers if t.state is ReplicaStatus.READY)
+        ready = " and ".join(t.spec.name for t in fleet.snapshot().tiers if t.status is ReplicaStatus.READY)
         say(f"[bold green]serving[/] on {url} with {ready}; {_to_follow(fleet)}")
 
     def is_up(fleet: Fleet) -> None:
         lacking = {ReplicaStatus.FAILED, ReplicaStatus.WAITING}
-        failed = [tier.spec.name for tier in fleet.snapshot().tiers if tier.state in lacking]
+        failed = [tier.spec.name for tier in fleet.snapshot().tiers if tier.status in lacking]
         how = f"all tiers ready but {' and '.join(failed)}" if failed else "all tiers ready"
         say(f"[bold green]up[/]: listening on {url}, {how}. Ctrl-C stops.")
 

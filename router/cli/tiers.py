@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from router.cli.client import KeyOption, RouterApiClient, UrlOption, check_no_options
-from router.cli.common import ConfigOption, check_tier, clock, err, plain, print_table
+from router.cli.client import RouterApiClient, is_alone
+from router.cli.common import ConfigOption, Progress, check_tier, print_table, with_options
 from router.deployment.layout import speed_machine
 from router.deployment.options import make_canary
 from router.settings import load_settings
@@ -41,21 +41,19 @@ EngineArgument = Annotated[str, typer.Argument(metavar="URL", help="Of the engin
 
 
 @tiers_app.callback(invoke_without_command=True)
-def tiers_list(context: typer.Context, url: UrlOption = "", key: KeyOption = "", config: ConfigOption = None) -> None:
+@with_options
+def tiers_list(context: typer.Context, *, router: RouterApiClient) -> None:
     """Show the running fleet; add, remove, drain, resume, restart and recycle its replicas."""
-    if context.invoked_subcommand is None:
-        _print_fleet(RouterApiClient(url, key, config).ask("/tiers"))
-    else:
-        check_no_options(context)
+    if is_alone(context):
+        _print_fleet(router.ask("/tiers"))
 
 
 def _operation(kind: Kind) -> Callable[..., None]:
-    def operate(target: TargetArgument, url: UrlOption = "", key: KeyOption = "", config: ConfigOption = None) -> None:
-        router = RouterApiClient(url, key, config)
+    def operate(target: TargetArgument, *, router: RouterApiClient) -> None:
         for replica in _replicas(router.ask("/tiers"), target):
             _follow(router, kind, replica)
 
-    return operate
+    return with_options(operate)
 
 
 for _kind, _help in OPERATIONS.items():
@@ -64,20 +62,16 @@ TierArgument = Annotated[TierName, typer.Argument(parser=TierName, metavar="TIER
 
 
 @tiers_app.command("add")
-def tiers_add(
-    tier: TierArgument, engine: EngineArgument, url: UrlOption = "", key: KeyOption = "", config: ConfigOption = None
-) -> None:
+@with_options
+def tiers_add(tier: TierArgument, engine: EngineArgument, *, router: RouterApiClient) -> None:
     """Add an engine that runs elsewhere to a tier. It is warmed up and compared before it gets requests.
 
     A restart of the router forgets it: name it in `tiers.<name>.urls` or in `discovery.file` to keep it.
     """
-    router = RouterApiClient(url, key, config)
     replica = router.ask("/admin/replicas", "POST", {"tier": tier, "url": engine})["id"]
-    last, started = "", time.monotonic()
+    progress = Progress()
     while (now := _find(router.ask("/tiers"), replica))["state"] in COMING:
-        if now["state"] != last:
-            last = now["state"]
-            err.print(f"{clock(started)} {replica}: is {last}")
+        progress(f"{replica}: is {now['state']}")
         time.sleep(POLL_S)
     if now["state"] != "ready":
         raise OperationError(
@@ -88,18 +82,17 @@ def tiers_add(
 
 
 @tiers_app.command("remove")
+@with_options
 def tiers_remove(
     replica: Annotated[str, typer.Argument(metavar="REPLICA", help="Its id, or its engine's URL.")],
     now: Annotated[bool, typer.Option("--now", help="Do not wait for open requests.")] = False,
-    url: UrlOption = "",
-    key: KeyOption = "",
-    config: ConfigOption = None,
+    *,
+    router: RouterApiClient,
 ) -> None:
     """Drain an engine that runs elsewhere, and forget it. The engine itself goes on running.
 
     A restart of the router adds it again if `tiers.<name>.urls` has it.
     """
-    router = RouterApiClient(url, key, config)
     _follow(router, "remove", _named(router.ask("/tiers"), replica), {"now": now})
 
 
@@ -116,14 +109,12 @@ def tiers_record(tier: TierArgument, config: ConfigOption = None) -> None:
 def _follow(router: RouterApiClient, kind: Kind, replica: str, body: dict[str, Any] | None = None) -> None:
     """Run an operation on one replica, with its progress on standard error."""
     operation = router.ask(f"/admin/replicas/{replica}/{kind}", "POST", body)
-    last, started = "", time.monotonic()
+    progress = Progress()
     while True:
         successor, detail = operation["successor"], operation["detail"]
-        state = _state_of(router.ask("/tiers"), successor or replica)
-        line = f"{replica}: {detail} ({state})" if successor else f"{replica}: {detail} (is {state})"
-        if line != last:
-            err.print(f"{clock(started)} {plain(line)}")
-            last = line
+        found = _find(router.ask("/tiers"), successor or replica)
+        state = "gone" if found is GONE else f"{found['state']}, {found['in_flight']} in flight"
+        progress(f"{replica}: {detail} ({state})" if successor else f"{replica}: {detail} (is {state})")
         if operation["state"] != "running":
             break
         time.sleep(POLL_S)
@@ -149,11 +140,6 @@ def _replicas(fleet: dict[str, Any], target: str) -> list[str]:
     if target not in known:
         raise OperationError(f"there is no tier or replica {target!r}: {', '.join([*by_tier, *known])}")
     return [target]
-
-
-def _state_of(fleet: dict[str, Any], replica_id: str) -> str:
-    replica = _find(fleet, replica_id)
-    return f"{replica['state']}, {replica['in_flight']} in flight" if replica is not GONE else "gone"
 
 
 def _find(fleet: dict[str, Any], replica_id: str) -> dict[str, Any]:

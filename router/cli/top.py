@@ -16,8 +16,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from router.cli.client import KEY_NEEDED, KeyOption, UrlOption, authorization, find_router, no_answer
-from router.cli.common import ConfigOption, output, printable
+from router.cli.client import KEY_NEEDED, RouterApiClient
+from router.cli.common import output, printable, with_options
 from router.policy.losses import one_in
 from router.telemetry.logs import shown_ms
 from tiers.errors import OperationError
@@ -36,25 +36,23 @@ OUTCOMES = {"ok": "green", "refused": "yellow", "error": "bold red", "client_gon
 NEARLY_FULL = 0.88  # of the KV cache
 
 
+@with_options
 def top(
-    url: UrlOption = "",
-    key: KeyOption = "",
-    config: ConfigOption = None,
     once: Annotated[bool, typer.Option("--once", help="Print how it is now, as text, and end.")] = False,
+    *,
+    router: RouterApiClient,
 ) -> None:
     """Show live tiers and requests until Ctrl-C."""
     records: deque[dict[str, Any]] = deque(maxlen=KEPT_RECORDS)
-    url, verify = find_router(url, config)
-    client = httpx.Client(timeout=SILENT_S, trust_env=False, verify=verify, headers=authorization(key))
     if once or not sys.stdout.isatty():
         try:
-            fleets = (fleet for fleet in _fleets(client, url, records) if fleet is not None)
+            fleets = (fleet for fleet in _fleets(router, records) if fleet is not None)
             next(fleets, None)
             fleet = next(fleets, None)  # the first one has no tokens per second yet
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise OperationError(no_answer(url, error)) from error
+            raise router.no_answer(error) from error
         if fleet is None:
-            raise OperationError(f"{url} is shutting down")
+            raise OperationError(f"{router.url} is shutting down")
         output(PIPED_WIDTH).print(screen(fleet, records, 30))
         return
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -64,26 +62,26 @@ def top(
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 try:
-                    for fleet in _fleets(client, url, records):
+                    for fleet in _fleets(router, records):
                         seen = fleet or seen
                         live.update(screen(seen, records, console.height), refresh=True)
-                    trouble = f"{url} ended the connection; trying again"
+                    trouble = f"{router.url} ended the connection; trying again"
                 except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-                    trouble = f"no answer from {url} ({type(error).__name__}); trying again"
+                    trouble = f"no answer from {router.url} ({type(error).__name__}); trying again"
                 live.update(screen(seen, records, console.height, trouble), refresh=True)
                 time.sleep(AGAIN_S)
     except KeyboardInterrupt:
         return
 
 
-def _fleets(client: httpx.Client, url: str, records: deque[dict[str, Any]]) -> Iterator[dict[str, Any] | None]:
+def _fleets(router: RouterApiClient, records: deque[dict[str, Any]]) -> Iterator[dict[str, Any] | None]:
     """Yield the fleet with each event of ``GET /live``, None with each ended request, which is added to the records."""
     event = ""
-    with client.stream("GET", f"{url}/live") as response:
+    with router.http.stream("GET", "/live", timeout=SILENT_S) as response:
         if response.status_code == httpx.codes.UNAUTHORIZED:
             raise OperationError(KEY_NEEDED)
         if response.status_code == httpx.codes.NOT_FOUND:
-            raise OperationError(f"{url} has no /live: is this a router, and as new as this command?")
+            raise OperationError(f"{router.url} has no /live: is this a router, and as new as this command?")
         response.raise_for_status()
         known = {record["request_id"] for record in records}  # the last ones are sent again after a reconnection
         for line in response.iter_lines():

@@ -23,7 +23,8 @@ from tiers.spec import UNKNOWN, Adapter, Adapters, Draft, EngineLaunch, TierName
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from router.settings import LoraSettings, Settings, TierSettings
+    from router.deployment.settings import LoraSettings, TierSettings
+    from router.settings import Settings
     from tiers.cluster.runner import RayOptions
 
 HOST = "127.0.0.1"
@@ -72,7 +73,7 @@ def speed_machine(settings: Settings) -> str:
         tier = settings.tiers.of(name)
         if not tier.replicas_here:
             continue
-        ways = [f"draft {tier.draft} x {tier.draft_tokens}"] if tier.draft else []
+        ways = [f"draft {tier.draft} x {Draft(tier.draft).tokens}"] if tier.draft else []
         if named_for(name, settings.lora) or settings.lora.at_run_time:
             ways.append("LoRA")
         if (world := tier.tensor_parallel * tier.pipeline_parallel) > 1:
@@ -182,9 +183,7 @@ def prepare_options(settings: Settings) -> PrepareOptions:
         store=settings.model.store,
         quantizer_python=settings.quantizer.python,
         calibration=settings.model.calibration,
-        group_size=settings.model.group_size,
         calibration_samples=settings.model.calibration_samples,
-        calibration_tokens=settings.model.calibration_tokens,
     )
 
 
@@ -208,8 +207,7 @@ def tier_spec(
         gpus=tier.gpus,
         tensor_parallel=tier.tensor_parallel,
         pipeline_parallel=tier.pipeline_parallel,
-        max_num_batched_tokens=tier.max_num_batched_tokens,
-        draft=Draft(tier.draft, tier.draft_tokens) if tier.draft else None,
+        draft=Draft(tier.draft) if tier.draft else None,
     )
     if not spec.replicas:
         return replace(spec, precision=told_precision(UNKNOWN, spec.stated_precision))

@@ -21,7 +21,7 @@ from router.deployment.layout import (
     with_adapters,
     with_drafts,
 )
-from router.settings import DiscoverySettings
+from router.deployment.settings import DiscoverySettings
 from router.telemetry.tracing import engine_target
 from tiers.checkpoints.checkpoint import check_alike
 from tiers.cluster.job import Job, WantedReplica
@@ -33,7 +33,8 @@ from tiers.spec import EngineLaunch, Placement, ReplicaStatus, TierName, TierSpe
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from router.settings import Settings, TierSettings
+    from router.deployment.settings import TierSettings
+    from router.settings import Settings
     from tiers.checkpoints.checkpoint import Checkpoint
     from tiers.fleet import Fleet
 
@@ -181,7 +182,7 @@ class OnRay:
     @property
     def settled(self) -> bool:
         """Tell whether the router gives requests to every replica."""
-        ready = sum(replica.state is ReplicaStatus.READY for replica in self._fleet.replicas)
+        ready = sum(replica.state.status is ReplicaStatus.READY for replica in self._fleet.replicas)
         return self._engines is None or (self._engines.settled and ready >= self._count)
 
     def start(self) -> None:

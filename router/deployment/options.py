@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiers.breaker import BreakerOptions
 from tiers.lifecycle.canary import Canary
 from tiers.lifecycle.discovery import DiscoveryOptions
 from tiers.lifecycle.operations import OperationOptions
@@ -22,16 +21,7 @@ MAX_SLOWDOWN = 8.0  # per token, of an engine alone on the machine against its l
 
 
 def fleet_options(settings: Settings) -> FleetOptions:
-    upstream = settings.upstream
-    return FleetOptions(
-        breaker=BreakerOptions(
-            failures=upstream.breaker_failures,
-            failure_share=upstream.breaker_failure_share,
-            pause_s=upstream.breaker_pause_s,
-            longest_pause_s=upstream.breaker_longest_pause_s,
-        ),
-        affinity=settings.admission.affinity,
-    )
+    return FleetOptions(breaker=settings.upstream.breaker, affinity=settings.admission.affinity)
 
 
 def supervisor_options(settings: Settings, machine: str) -> SupervisorOptions:
@@ -41,18 +31,13 @@ def supervisor_options(settings: Settings, machine: str) -> SupervisorOptions:
         log_dir=engine.log_dir,
         start_timeout_s=engine.start_timeout_s,
         external_api_key=engine.api_key,
-        warmup=WarmupPlan(engine.warmup_question, engine.warmup_expected),
+        warmup=WarmupPlan(expected=engine.warmup_expected),
         watchdog=WatchdogOptions(max_restarts=engine.max_restarts, hang_s=engine.hang_s),
-        operations=OperationOptions(
-            drain_s=engine.drain_s,
-            beside=engine.recycle == "beside",
-            recycle_every_s=engine.recycle_every_s,
-        ),
+        operations=OperationOptions(drain_s=engine.drain_s, recycle_every_s=engine.recycle_every_s),
         canary=make_canary(settings, machine),
         discovery=DiscoveryOptions(
             file=settings.discovery.file, names=dns_names(settings), interval_s=settings.discovery.interval_s
         ),
-        live_speed=settings.profile.live,
     )
 
 

@@ -10,7 +10,8 @@ from router.auth.api_keys import KeysError
 from router.deployment.listening import ListenError, open_keys
 from router.deployment.options import fleet_options
 from router.reload import ReloadError, Reloads
-from router.settings import SettingsError, changes
+from router.section import SettingsError
+from router.settings import changes
 from tiers.lifecycle.roster import Source
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Parts:
 
         async def commit() -> None:
             take()
-            self._fleet.take(fleet_options(own))
+            self._fleet.use(fleet_options(own))
             if urls != self._urls:
                 self._roster.name(Source.SETTINGS, urls)
             self._read, self._own = settings, own

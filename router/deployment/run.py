@@ -18,12 +18,12 @@ from router.deployment.options import fleet_options, supervisor_options
 from router.deployment.reloading import Parts
 from router.lifecycle import ServerState
 from router.line_file import PrivateFile
+from router.section import SettingsError
 from router.server.handover import TakenError, TakeoverError, control_path, handing_over
 from router.server.http_protocol import protocol_for
 from router.server.memory import set_aside
 from router.server.server import Server
 from router.server.tls import Tls
-from router.settings import SettingsError
 from router.telemetry.tracing import make_telemetry
 from router.upstream.transport import EngineTransport
 from tiers.fleet import Fleet
@@ -192,7 +192,7 @@ async def _taken_over(predecessor: HandoverClient, server: Server) -> bool:
 async def _one_ready(fleet: Fleet, server: Server) -> bool:
     """Wait until no replica is starting and one is ready; return False if a signal comes first."""
     while not server.should_exit:
-        if _any_ready(fleet) and all(replica.state in SETTLED for replica in fleet.replicas):
+        if _any_ready(fleet) and all(replica.state.status in SETTLED for replica in fleet.replicas):
             return True
         await asyncio.sleep(POLL_S)
     return False
@@ -221,13 +221,13 @@ async def _started(deployment: Deployment, supervisor: Supervisor, observer: Sta
 async def _settled(deployment: Deployment, fleet: Fleet, making: asyncio.Task[None] | None) -> bool:
     if making is not None and making.done():
         await making
-    failed = [r for r in fleet.replicas if r.state is ReplicaStatus.FAILED and r.spec.name in deployment.local]
+    failed = [r for r in fleet.replicas if r.state.status is ReplicaStatus.FAILED and r.spec.name in deployment.local]
     if failed and (making is None or not _any_ready(fleet)):
-        raise StartError(f"{failed[0].id} did not start: {failed[0].detail}")
-    all_there = all(r.state is ReplicaStatus.READY or r in failed for r in fleet.replicas)
+        raise StartError(f"{failed[0].id} did not start: {failed[0].state.detail}")
+    all_there = all(r.state.status is ReplicaStatus.READY or r in failed for r in fleet.replicas)
     all_there = all_there and (_any_ready(fleet) or bool(failed))
     return all_there and not fleet.preparations.coming and (making is None or making.done())
 
 
 def _any_ready(fleet: Fleet) -> bool:
-    return any(replica.state is ReplicaStatus.READY for replica in fleet.replicas)
+    return any(replica.state.status is ReplicaStatus.READY for replica in fleet.replicas)

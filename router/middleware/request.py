@@ -15,7 +15,8 @@ from router.auth.api_keys import ANONYMOUS, Caller, Unauthorized, UnknownSigner
 from router.lifecycle import ServerPhase
 from router.pipeline.request import RequestContext
 from router.server.responder import OUT
-from router.telemetry.logs import begin_request, log_failure
+from router.telemetry.logs import CLIENT_ERROR, begin_request, log_failure
+from router.telemetry.tracing import ANSWERED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -94,9 +95,11 @@ class RequestMiddleware:
             self._server_state.active_requests.discard(task)
             del scope[OUT]
             out.forget()
-            log_failure(scope, out.status)
-            self._telemetry.record_status(out.status)
-            self._answered(_route(scope), scope["method"], out.status)
+            if out.status >= CLIENT_ERROR:
+                log_failure(scope, out.status)
+            route = _route(scope)
+            self._answered(route, scope["method"], out.status)
+            scope[ANSWERED] = route, out.status, context_of(scope).caller.key_id
 
     async def _enter(self, scope: Scope, receive: Receive, out: Responder) -> None:
         sent = dict(reversed(scope["headers"]))  # the first of those that share a name
@@ -114,7 +117,6 @@ class RequestMiddleware:
             response.headers["connection"] = "close"  # its body stays unread
             await response(scope, receive, out.respond)
             return
-        self._telemetry.record_caller(context.caller.key_id)
         endpoint = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
         if endpoint is None:
             await self._app(scope, receive, out.respond)

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
@@ -20,13 +20,14 @@ from starlette.routing import Route as Endpoint
 from router.api.asgi import body_message, cancel_on_disconnect, context_of, start_message
 from router.api.bodies import json_response, render_fleet, scope_of
 from router.api.paths import MOST_LISTED
+from router.pipeline.registry import WINDOW_S
 from router.policy.profiles import percentile
 from router.policy.render import render_loss
 from router.telemetry.record import Outcome, render_record
 from router.telemetry.request_trace import UnknownTrace, render_listed, render_trace
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
     from starlette.requests import Request
     from starlette.responses import Response
@@ -39,12 +40,9 @@ if TYPE_CHECKING:
     from router.pipeline.registry import ActiveRequest
     from router.profiling.auto_profile import AutoProfile
     from router.profiling.shadow_evaluation import ShadowEvaluation
-    from router.settings import TelemetrySettings
-    from router.telemetry.record import RequestRecord
-    from tiers.spec import TierName
+    from router.telemetry.record import RequestRecord, Times
+    from router.telemetry.settings import TelemetrySettings
 
-WINDOW_S = 60.0
-WINDOW_RECORDS = 20_000
 TICK_S = 1.0
 KEEP_ALIVE_S = 15.0
 FIRST_RECORDS = 50
@@ -62,17 +60,6 @@ TOTALS = {
     "retries": "retries",
     "continuations": "continuations",
 }
-
-
-class Ended(NamedTuple):
-    """What the window keeps of a record; ``at`` is in seconds by the monotonic clock."""
-
-    at: float
-    tier: TierName | None
-    failed: bool
-    ttft_ms: float | None
-    tpot_ms: float | None
-    sla_met: bool | None
 
 
 class Reader:
@@ -134,12 +121,10 @@ class Live:
     ) -> None:
         self._pipeline, self._profiling, self.loss_budget = pipeline, profiling, loss_budget
         self._server_state, self._keys, self._about = server_state, keys, about
-        self._window: deque[Ended] = deque(maxlen=WINDOW_RECORDS)
         self._generated: dict[str, int] = {}
         self._rates: dict[str, float] = {}
         self._readers: set[Reader] = set()
         self._wanted = asyncio.Event()
-        pipeline.registry.observers.append(self._observe)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until the client disconnects."""
@@ -160,6 +145,8 @@ class Live:
         for record in seen[-FIRST_RECORDS:]:
             reader.put(_event(b"request", render_record(record)))
         reader.put(_event(b"fleet", self.fleet(caller)))
+        if not self._readers:
+            self._pipeline.registry.observers.append(self._show)
         self._readers.add(reader)
         self._wanted.set()
         try:
@@ -167,6 +154,7 @@ class Live:
         finally:
             self._readers.discard(reader)
             if not self._readers:
+                self._pipeline.registry.observers.remove(self._show)
                 self._wanted.clear()
 
     async def run(self) -> None:
@@ -199,14 +187,14 @@ class Live:
     def fleet(self, caller: Caller) -> dict[str, Any]:
         """Return the snapshot that a caller may see, as JSON values."""
         pipeline, now = self._pipeline, time.monotonic()
-        self._forget(now)
+        ended = [each for each in pipeline.registry.window if each[0] >= now - WINDOW_S]
         fleet, inside = pipeline.fleet, caller.sees_all
         rendered = render_fleet(fleet.snapshot(), self._about["model"], fleet.machine, fleet.sources, inside=inside)
         for tier in rendered["tiers"]:
             for replica in tier["replicas"]:
                 replica["tokens_per_s"] = round(self._rates.get(replica["id"], 0.0), 1)
             tier["tokens_per_s"] = round(sum(r["tokens_per_s"] for r in tier["replicas"]), 1)
-            tier.update(_summary([ended for ended in self._window if ended.tier is tier["tier"]]))
+            tier.update(_summary([each[2:] for each in ended if each[1] is tier["tier"]]))
         served, totals = pipeline.registry.open, pipeline.registry.totals
         shown = [render_open(r, now) for r in served if caller.sees(r.context.caller.key_id)][:MOST_SHOWN]
         return {
@@ -223,35 +211,25 @@ class Live:
             "totals": {name: totals[total] for name, total in TOTALS.items()},
         }
 
-    def _forget(self, now: float) -> None:
-        window, since = self._window, now - WINDOW_S
-        while window and window[0][0] < since:
-            window.popleft()
-
-    def _observe(self, record: RequestRecord) -> None:
-        now, failed = time.monotonic(), record.outcome is Outcome.ERROR
-        self._forget(now)
-        tier = record.served_by or record.decision.tier
-        self._window.append(Ended(now, tier, failed, record.ttft_ms, record.tpot_ms, record.sla_met))
-        if self._readers:
-            event = _event(b"request", render_record(record))
-            for reader in self._readers:
-                if reader.caller.sees(record.key_id):
-                    reader.put(event)
+    def _show(self, record: RequestRecord) -> None:
+        event = _event(b"request", render_record(record))
+        for reader in self._readers:
+            if reader.caller.sees(record.key_id):
+                reader.put(event)
 
     def _count(self, elapsed_s: float) -> None:
         """Update the replicas' tokens per second; of an infinite time, as before the first count, the rates are 0."""
-        before, self._generated = self._generated, {r.id: r.generated for r in self._pipeline.fleet.replicas}
+        before, self._generated = self._generated, {r.id: r.work.generated for r in self._pipeline.fleet.replicas}
         self._rates = {id_: (n - before.get(id_, n)) / elapsed_s for id_, n in self._generated.items()}
 
 
-def _summary(ended: Sequence[Ended]) -> dict[str, Any]:
-    kept = [e.sla_met for e in ended if e.sla_met is not None]
+def _summary(ended: list[tuple[Outcome, Times, bool | None]]) -> dict[str, Any]:
+    kept = [met for _, _, met in ended if met is not None]
     return {
         "requests": len(ended),
-        "errors": sum(e.failed for e in ended),
-        "ttft_ms": _percentiles([e.ttft_ms for e in ended if e.ttft_ms is not None]),
-        "tpot_ms": _percentiles([e.tpot_ms for e in ended if e.tpot_ms is not None]),
+        "errors": sum(outcome is Outcome.ERROR for outcome, _, _ in ended),
+        "ttft_ms": _percentiles([times.ttft_ms for _, times, _ in ended if times.ttft_ms is not None]),
+        "tpot_ms": _percentiles([times.tpot_ms for _, times, _ in ended if times.tpot_ms is not None]),
         "sla": {"asked": len(kept), "met": sum(kept)},
     }
 
@@ -304,23 +282,19 @@ class LiveEndpoints:
     def routes(self) -> list[Endpoint]:
         return [
             Endpoint("/live", self._live, methods=["GET"]),
-            Endpoint("/requests", self._requests, methods=["GET"]),
-            Endpoint("/traces", self._traces, methods=["GET"]),
+            Endpoint("/requests", self._listed, methods=["GET"]),
+            Endpoint("/traces", self._listed, methods=["GET"]),
             Endpoint("/traces/{trace_id}", self._trace, methods=["GET"]),
             Endpoint("/policy", self._policy, methods=["GET"]),
         ]
 
-    async def _requests(self, request: Request) -> Response:
-        limit, caller = _limit(request), context_of(request.scope).caller
+    async def _listed(self, request: Request) -> Response:
+        """Answer with the last requests, or with their traces."""
+        limit, caller, name = _limit(request), context_of(request.scope).caller, request.url.path.rpartition("/")[2]
+        render = render_record if name == "requests" else render_listed
         seen = (record for record in reversed(self._pipeline.registry.kept()) if caller.sees(record.key_id))
-        shown = [render_record(record) for record in islice(seen, limit)]
-        return _json({"scope": scope_of(everything=caller.sees_all), "requests": shown})
-
-    async def _traces(self, request: Request) -> Response:
-        limit, caller = _limit(request), context_of(request.scope).caller
-        seen = (record for record in reversed(self._pipeline.registry.kept()) if caller.sees(record.key_id))
-        shown = [render_listed(record) for record in islice(seen, limit)]
-        return _json({"scope": scope_of(everything=caller.sees_all), "traces": shown})
+        shown = [render(record) for record in islice(seen, limit)]
+        return _json({"scope": scope_of(everything=caller.sees_all), name: shown})
 
     async def _trace(self, request: Request) -> Response:
         caller, trace_id = context_of(request.scope).caller, request.path_params["trace_id"]
@@ -328,8 +302,8 @@ class LiveEndpoints:
         seen = [record for record in kept if caller.sees(record.key_id)]
         if not seen:
             raise UnknownTrace(
-                "a router keeps the traces of as many of its own last requests as telemetry.recent_requests says, and of as "
-                "many that failed or missed their SLA: ask the router that served the request, or look in the trace viewer"
+                f"a router keeps the traces of its own last requests ({self._settings.recent_requests}), and of as many "
+                "that failed or missed their SLA: ask the router that served the request, or look in the trace viewer"
             )
         rendered = render_trace(seen, inside=caller.sees_all)
         return _json({**rendered, "trace_url": self._settings.trace_address(rendered["trace_id"])})

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from functools import cache, partial
 from itertools import pairwise, permutations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -20,12 +21,13 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from router.api.asgi import context_of
-from router.monitoring.scaling import Scaling
 from router.monitoring.usage import UsageMetrics
 from router.pipeline.registry import OVER_BUDGET, OVER_QUOTA
 from router.policy.decision import Refusal
 from router.telemetry.record import Outcome
 from tiers.breaker import BreakerState
+from tiers.choice import Request as Asked
+from tiers.choice import candidate
 from tiers.spec import OVERFLOW, STANDARD_TIERS, ReplicaStatus, TierName
 
 if TYPE_CHECKING:
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     from router.accounting.usage import UsageLog
     from router.monitoring.usage import Labels
     from router.pipeline.pipeline import Pipeline
-    from router.policy.decision import Estimate
     from router.policy.table import PolicyStore
     from router.profiling.shadow_evaluation import ShadowEvaluation
     from router.telemetry.record import RequestRecord
@@ -52,19 +53,21 @@ DURATION_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 QUEUE_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 80, 160)
 OVERHEAD_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 0.5)
 ERROR_RATIO = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 5)
-KIND = ("class", "tier")
+KIND, TIER, REPLICA = ("class", "tier"), ("tier",), ("tier", "replica")
+PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128  # of the request whose first token is predicted
+Sample: TypeAlias = "tuple[Sequence[str], float]"
 METHODS = {"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"}
 
 
 class RequestMetrics:
-    """Counters and histograms of requests that have ended."""
+    """Counters and histograms of requests that have ended, each by a function that returns the series of some labels."""
 
     def __init__(self, registry: CollectorRegistry, tiers: Sequence[TierName] = STANDARD_TIERS) -> None:
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"qarr_{name}", text, labels, registry=registry)
+        def counter(name: str, text: str, *labels: str) -> Callable[..., Counter]:
+            return cache(Counter(f"qarr_{name}", text, labels, registry=registry).labels)
 
-        def histogram(name: str, text: str, bounds: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(f"qarr_{name}", text, labels, buckets=bounds, registry=registry)
+        def histogram(name: str, text: str, bounds: tuple[float, ...], *labels: str) -> Callable[..., Histogram]:
+            return cache(Histogram(f"qarr_{name}", text, labels, buckets=bounds, registry=registry).labels)
 
         self._http = counter("http_requests", "Requests by endpoint and status.", "route", "method", "code")
         self._requests = counter("requests", "Requests by the tier that served them.", *KIND, "outcome")
@@ -76,77 +79,90 @@ class RequestMetrics:
         self._cached_tokens = counter("cached_prompt_tokens", text, "tier", "source")
         self._sla = counter("sla_requests", "Requests with bounds on times, by whether they were met.", *KIND, "result")
         for reason in (*(refusal.value for refusal in Refusal), OVER_QUOTA, OVER_BUDGET):
-            self._refusals.labels(reason)  # at 0 from the start: a rate cannot see the first event of a new series
+            self._refusals(reason)  # at 0 from the start: a rate cannot see the first event of a new series
         text = "Answers that another engine continued."
         self._continuations = counter("continuations", text, "from_tier", "to_tier")
         self._overflow = counter(
             "overflow_requests", "Requests without a slot, by what the overflow made of them.", "outcome"
         )
         for outcome in ("ok", "error", "client_gone", "full", "paused", "unsupported", "failed", "cancelled"):
-            self._overflow.labels(outcome)
+            self._overflow(outcome)
         for one, other in permutations(tiers, 2):
-            self._continuations.labels(one, other)
+            self._continuations(one, other)
         self._cost = counter("cost_engine_seconds", "Predicted engine time of requests, by price.", *KIND)
         self._ttft = histogram("time_to_first_token_seconds", "From a request to its first token.", TTFT_S, *KIND)
         self._tpot = histogram("time_per_output_token_seconds", "Mean time between tokens.", TPOT_S, *KIND)
         self._duration = histogram("request_duration_seconds", "From a request to its last byte.", DURATION_S, *KIND)
         self._queue = histogram("queue_wait_seconds", "Waits for a slot.", QUEUE_S, "priority")
         text = "From a request's arrival until it is sent to an engine, without the queue."
-        self._overhead = histogram("overhead_seconds", text, OVERHEAD_S)
+        self._overhead = Histogram("qarr_overhead_seconds", text, buckets=OVERHEAD_S, registry=registry)
         text = "|predicted - seen| / seen, of undisturbed answers."
         self._off = histogram("prediction_error_ratio", text, ERROR_RATIO, "tier", "kind")
 
     def answered(self, route: str, method: str, status: int) -> None:
-        self._http.labels(route, method if method in METHODS else "other", str(status)).inc()
+        self._http(route, method if method in METHODS else "other", status).inc()
 
     def observe(self, record: RequestRecord) -> None:
-        decision, outcome = record.decision, record.outcome
-        served = record.served_by or (OVERFLOW if record.overflow is not None else None)
-        kind, decided, tier = decision.query.features.prompt_class, decision.tier or NO_TIER, served or NO_TIER
-        self._requests.labels(kind, tier, outcome).inc()
-        self._decisions.labels(kind, decided, decision.basis).inc()
+        """Count a request that has ended, and measure it if somebody began to answer it."""
+        decision, outcome, served = record.decision, record.outcome, record.served
+        began = served.tier or (OVERFLOW if served.overflow is not None else None)
+        kind, tier = decision.query.features.prompt_class, began or NO_TIER
+        self._requests(kind, tier, outcome).inc()
+        self._decisions(kind, decision.tier or NO_TIER, decision.basis).inc()
         if outcome is Outcome.REFUSED:
-            self._refusals.labels(str(record.error)).inc()
-        if record.overflow is not None or record.overflow_failure is not None:
-            self._overflow.labels(record.overflow_failure or outcome).inc()
+            self._refusals(str(record.error)).inc()
+        if served.overflow is not None or served.overflow_failure is not None:
+            self._overflow(served.overflow_failure or outcome).inc()
         if record.sla_met is not None:
-            self._sla.labels(kind, tier, "met" if record.sla_met else "missed").inc()
-        if served is None:
+            self._sla(kind, tier, "met" if record.sla_met else "missed").inc()
+        for before, after in pairwise((tier, *served.continued_on)):
+            self._continuations(before, after).inc()
+        if began is not None:
+            self._measure(record, kind, tier)
+
+    def _measure(self, record: RequestRecord, kind: str, tier: str) -> None:
+        """Measure an answer. Predictions are compared with what was seen of those that nothing disturbed."""
+        chosen, served, tokens, times = record.decision.chosen, record.served, record.tokens, record.times
+        trace, whole = {"trace_id": record.trace_id} if record.trace_id else None, record.outcome is Outcome.OK
+        self._prompt_tokens(kind, tier).inc(tokens.prompt)
+        self._output_tokens(kind, tier).inc(tokens.output)
+        for source, cached in (("predicted", tokens.predicted_cached), ("reported", tokens.cached)):
+            if cached is not None:
+                self._cached_tokens(tier, source).inc(cached)
+        self._cost(kind, tier).inc((chosen.cost if chosen else None) or 0.0)
+        self._queue(record.priority).observe(times.queue_ms / 1000, trace)
+        if times.overhead_ms is not None:
+            self._overhead.observe(times.overhead_ms / 1000, trace)
+        duration_ms = times.duration_ms if whole else None
+        for series, ms in ((self._ttft, times.ttft_ms), (self._tpot, times.tpot_ms), (self._duration, duration_ms)):
+            if ms is not None:
+                series(kind, tier).observe(ms / 1000, trace)
+        if (
+            not whole
+            or chosen is None
+            or served.tier is not record.decision.tier
+            or served.attempts_failed
+            or served.continued_on
+        ):
             return
-        chosen = decision.chosen
-        self._measure(record, kind, tier, (chosen.cost if chosen else None) or 0.0)
-        if outcome is Outcome.OK and chosen is not None and record.undisturbed:
-            self._observe_predictions(record, tier, chosen)
-        for before, after in pairwise((tier, *record.continued_on)):
-            self._continuations.labels(before, after).inc()
+        first_ms = (times.ttft_ms or 0.0) - times.queue_ms - (times.overhead_ms or 0.0)
+        if chosen.predicted_ttft_ms is not None and first_ms > 0:
+            self._off(tier, "ttft").observe(abs(chosen.predicted_ttft_ms - first_ms) / first_ms)
+        if chosen.predicted_tpot_ms is not None and times.tpot_ms:
+            self._off(tier, "tpot").observe(abs(chosen.predicted_tpot_ms - times.tpot_ms) / times.tpot_ms)
 
-    def _measure(self, record: RequestRecord, kind: str, tier: str, cost: float) -> None:
-        trace = {"trace_id": record.trace_id} if record.trace_id else None
-        self._prompt_tokens.labels(kind, tier).inc(record.prompt_tokens)
-        self._output_tokens.labels(kind, tier).inc(record.output_tokens)
-        if record.predicted_cached_tokens is not None:
-            self._cached_tokens.labels(tier, "predicted").inc(record.predicted_cached_tokens)
-        if record.cached_prompt_tokens is not None:
-            self._cached_tokens.labels(tier, "reported").inc(record.cached_prompt_tokens)
-        self._cost.labels(kind, tier).inc(cost)
-        self._queue.labels(record.priority).observe(record.queue_ms / 1000, trace)
-        if record.overhead_ms is not None:
-            self._overhead.observe(record.overhead_ms / 1000, trace)
-        if record.ttft_ms is not None:
-            self._ttft.labels(kind, tier).observe(record.ttft_ms / 1000, trace)
-        if record.tpot_ms is not None:
-            self._tpot.labels(kind, tier).observe(record.tpot_ms / 1000, trace)
-        if record.outcome is Outcome.OK:
-            self._duration.labels(kind, tier).observe(record.duration_ms / 1000, trace)
 
-    def _observe_predictions(self, record: RequestRecord, tier: str, chosen: Estimate) -> None:
-        """Compare predictions with what was seen of an undisturbed answer."""
-        seen = (record.ttft_ms or 0.0) - record.queue_ms - (record.overhead_ms or 0.0)
-        if chosen.predicted_ttft_ms is not None and seen > 0:
-            self._off.labels(tier, "ttft").observe(abs(chosen.predicted_ttft_ms - seen) / seen)
-        seen = record.tpot_ms or 0.0
-        if chosen.predicted_tpot_ms is not None and seen > 0:
-            self._off.labels(tier, "tpot").observe(abs(chosen.predicted_tpot_ms - seen) / seen)
+def _gauge(
+    name: str, text: str, labels: Sequence[str], samples: Iterable[Sample],
+    family: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily,
+) -> Metric:  # fmt: skip
+    made = family(f"qarr_{name}", text, labels=labels)
+    for values, number in samples:
+        made.add_metric(values, number)
+    return made
+
+
+_counter = partial(_gauge, family=CounterMetricFamily)
 
 
 class Losses(Collector):
@@ -158,56 +174,46 @@ class Losses(Collector):
     def collect(self) -> Iterable[Metric]:
         """Return the expected losses by kind and tier, what was counted of answers, and live answers by class and tier."""
         table, tally = self._policy.table, self._policy.tally
-        text = "Share of answers that are expected to be worse than the highest precision's."
-        expected = GaugeMetricFamily("qarr_expected_loss_ratio", text, labels=["class", "complexity", "tier"])
+        losses = [
+            ([kind.value, complexity.value, tier], loss)
+            for tier, of_tier in table.losses.items()
+            for kind, each in of_tier.items()
+            for complexity, loss in each.items()
+        ]
+        labels, text = (
+            ("class", "complexity", "tier"),
+            "Share of answers that are expected to be worse than the highest precision's.",
+        )
+        yield _gauge("expected_loss_ratio", text, labels, [(values, loss.mean) for values, loss in losses])
         text = "Measured answers that this rests on; 0: published."
-        answers = GaugeMetricFamily("qarr_expected_loss_answers", text, labels=["class", "complexity", "tier"])
-        for tier, of_tier in table.losses.items():
-            for kind, each in of_tier.items():
-                for complexity, loss in each.items():
-                    expected.add_metric([kind.value, complexity.value, tier], loss.mean)
-                    answers.add_metric([kind.value, complexity.value, tier], loss.answers)
-        bound = GaugeMetricFamily("qarr_loss_bound_ratio", "Most that a request of a class may lose.", labels=["class"])
-        for kind, most in table.max_loss.items():
-            bound.add_metric([kind.value], most)
-        yield from (expected, answers, bound)
+        yield _gauge("expected_loss_answers", text, labels, [(values, loss.answers) for values, loss in losses])
+        bounds = [([kind.value], most) for kind, most in table.max_loss.items()]
+        yield _gauge("loss_bound_ratio", "Most that a request of a class may lose.", ("class",), bounds)
         yield CounterMetricFamily("qarr_loss_counted_answers", "Answers whose tier the policy chose.", tally.answers)
         text = "Of these, those that are expected to be worse than the highest precision's."
         yield CounterMetricFamily("qarr_loss_expected_answers", text, tally.lost)
         text = "Of these, those that the loss budget would have allowed to be worse."
         yield CounterMetricFamily("qarr_loss_allowed_answers", text, tally.allowed)
-        yield from self._live()
-
-    def _live(self) -> Iterable[Metric]:
+        drifts = [([kind.value, tier], drift) for (kind, tier), drift in self._evaluation.drifts.items()]
         text = "Live prompts that a tier and the highest precision answered again."
-        checked = CounterMetricFamily("qarr_live_checked_answers", text, labels=KIND)
+        yield _counter("live_checked_answers", text, KIND, [(values, drift.checked) for values, drift in drifts])
         text = "Of these, those whose answers could be compared."
-        compared = CounterMetricFamily("qarr_live_compared_answers", text, labels=KIND)
-        text = "Rolling share of compared answers that differ."
-        differing = GaugeMetricFamily("qarr_live_differing_ratio", text, labels=KIND)
+        yield _counter("live_compared_answers", text, KIND, [(values, drift.compared) for values, drift in drifts])
+        text, known = "Rolling share of compared answers that differ.", [(v, d.differing) for v, d in drifts]
+        yield _gauge("live_differing_ratio", text, KIND, [(v, share) for v, share in known if share is not None])
         text = "Rolling mean of the log-probability a token that the highest precision gives up."
-        regret = GaugeMetricFamily("qarr_live_regret_nats", text, labels=KIND)
-        for (kind, tier), drift in self._evaluation.drifts.items():
-            labels = [kind.value, tier]
-            checked.add_metric(labels, drift.checked)
-            compared.add_metric(labels, drift.compared)
-            regret.add_metric(labels, drift.regret)
-            if drift.differing is not None:
-                differing.add_metric(labels, drift.differing)
-        return checked, compared, differing, regret
+        yield _gauge("live_regret_nats", text, KIND, [(values, drift.regret) for values, drift in drifts])
 
 
 class Load(Collector):
-    """The router's load, and the state of its engines."""
+    """The router's load, the state of its engines, and each tier as one more request would find it, for autoscalers."""
 
     def __init__(self, pipeline: Pipeline, retries: Mapping[TierName, int], about: Mapping[str, str]) -> None:
         self._pipeline, self._retries, self._about = pipeline, retries, about
 
     def collect(self) -> Iterable[Metric]:
-        pipeline = self._pipeline
-        about = GaugeMetricFamily("qarr_build_info", "1, with what runs.", labels=["version", "model"])
-        about.add_metric([self._about["version"], self._about["model"]], 1)
-        yield about
+        pipeline, about = self._pipeline, [self._about["version"], self._about["model"]]
+        yield _gauge("build_info", "1, with what runs.", ("version", "model"), [(about, 1)])
         waiting = pipeline.admission
         yield GaugeMetricFamily("qarr_waiting_requests", "Requests that wait for a slot.", waiting.waiting)
         yield GaugeMetricFamily("qarr_waiting_requests_limit", "Requests that may wait.", waiting.most_waiting)
@@ -215,63 +221,58 @@ class Load(Collector):
         yield GaugeMetricFamily("qarr_tasks", "Tasks of the router's event loop.", len(asyncio.all_tasks()))
         blocks = sys.getallocatedblocks()
         yield GaugeMetricFamily("qarr_memory_blocks", "Blocks of memory that Python's objects take.", blocks)
-        yield from self._attempts()
+        yield from self._tiers()
         yield from self._replicas()
 
-    def _attempts(self) -> Iterable[Metric]:
-        fleet = self._pipeline.fleet
-        text = "Attempts that an engine failed."
-        failures = CounterMetricFamily("qarr_upstream_failures", text, labels=["tier", "error"])
-        for (tier, error), count in fleet.failures.items():
-            failures.add_metric([tier, error], count)
-        retries = CounterMetricFamily("qarr_retries", "Further attempts before the first byte.", labels=["tier"])
-        restarts = CounterMetricFamily("qarr_engine_restarts", "Automatic restarts of engines.", labels=["tier"])
-        ready = GaugeMetricFamily("qarr_tier_ready_replicas", "Replicas that get traffic.", labels=["tier"])
-        for spec in fleet.specs:
-            tier = spec.name
-            retries.add_metric([tier], self._retries[tier])
-            restarts.add_metric([tier], fleet.restarts[tier])
-            count = sum(r.spec.name is tier and r.state is ReplicaStatus.READY for r in fleet.replicas)
-            if not spec.absent:  # so that no alert waits for it
-                ready.add_metric([tier], count)
-        return failures, retries, restarts, ready
+    def _tiers(self) -> Iterable[Metric]:
+        fleet, snapshot = self._pipeline.fleet, self._pipeline.fleet.snapshot()
+        failures = [([tier, error], count) for (tier, error), count in fleet.failures.items()]
+        yield _counter("upstream_failures", "Attempts that an engine failed.", ("tier", "error"), failures)
+        text, names = "Further attempts before the first byte.", [spec.name for spec in fleet.specs]
+        yield _counter("retries", text, TIER, [([tier], self._retries[tier]) for tier in names])
+        text = "Automatic restarts of engines."
+        yield _counter("engine_restarts", text, TIER, [([tier], fleet.restarts[tier]) for tier in names])
+        there = [tier for tier in snapshot.tiers if not tier.spec.absent]  # so that no alert waits for the others
+        up = [replica.spec.name for replica in fleet.replicas if replica.state.status is ReplicaStatus.READY]
+        ready = [([tier.spec.name], up.count(tier.spec.name)) for tier in there]
+        yield _gauge("tier_ready_replicas", "Replicas that get traffic.", TIER, ready)
+        text = "Waiting requests that a tier could serve; one that several could serve counts for each."
+        waiting = [([tier.spec.name], self._pipeline.admission.waiting_for(tier.spec.name)) for tier in there]
+        yield _gauge("tier_waiting_requests", text, TIER, waiting)
+        text = f"Predicted time to the first token of {PROMPT_TOKENS} prompt tokens sent to a tier now."
+        request = Asked(PROMPT_TOKENS, OUTPUT_TOKENS, output_share=snapshot.output_share)
+        times = [(tier.spec.name, candidate(tier, request, snapshot).times) for tier in there]
+        predicted = [([tier], expected.ttft_ms / 1000) for tier, expected in times if expected is not None]
+        yield _gauge("predicted_ttft_seconds", text, TIER, predicted)
 
     def _replicas(self) -> Iterable[Metric]:
-        labels = ["tier", "replica"]
-        state = GaugeMetricFamily("qarr_replica_state", "1 for a replica's present state.", labels=[*labels, "state"])
-        in_flight = GaugeMetricFamily("qarr_requests_in_flight", "Requests on a replica.", labels=labels)
-        taken = GaugeMetricFamily("qarr_places_taken", "Slots taken: one for each answer of a request.", labels=labels)
-        limit = GaugeMetricFamily("qarr_requests_limit", "Slots of a replica.", labels=labels)
-        opened = CounterMetricFamily("qarr_breaker_opened", "Times that a replica's breaker has opened.", labels=labels)
+        self._pipeline.fleet.refresh(time.monotonic())
+        found = [([r.spec.name, r.id], r, r.state) for r in self._pipeline.fleet.replicas]
+        told = [(values, state.gauges) for values, _, state in found if state.gauges is not None]
+        drafts = [(values, gauges) for values, gauges in told if gauges.drafted]
+        states = [([*values, state.status.value], 1) for values, _, state in found]
+        yield _gauge("replica_state", "1 for a replica's present state.", (*REPLICA, "state"), states)
+        about = [([*values, r.spec.precision, r.spec.checkpoint_id or ""], 1) for values, r, _ in found]
+        yield _gauge("replica_info", "1, with what a replica serves.", (*REPLICA, "precision", "checkpoint"), about)
+        text = "Requests on a replica."
+        yield _gauge("requests_in_flight", text, REPLICA, [(values, state.in_flight) for values, _, state in found])
+        text = "Slots taken: one for each answer of a request."
+        yield _gauge("places_taken", text, REPLICA, [(values, state.slots) for values, _, state in found])
+        yield _gauge("requests_limit", "Slots of a replica.", REPLICA, [(v, state.limit) for v, _, state in found])
+        text = "Times that a replica's breaker has opened."
+        yield _counter("breaker_opened", text, REPLICA, [(values, r.breaker.opened) for values, r, _ in found])
         text = "1 while a replica's breaker keeps requests from it."
-        is_open = GaugeMetricFamily("qarr_breaker_open", text, labels=labels)
-        text = "1, with what a replica serves."
-        about = GaugeMetricFamily("qarr_replica_info", text, labels=[*labels, "precision", "checkpoint"])
-        usage = GaugeMetricFamily("qarr_kv_cache_usage_ratio", "Share of a replica's KV cache in use.", labels=labels)
+        is_open = [(values, state.breaker.state is not BreakerState.CLOSED) for values, _, state in found]
+        yield _gauge("breaker_open", text, REPLICA, is_open)
+        text = "Share of a replica's KV cache in use."
+        yield _gauge("kv_cache_usage_ratio", text, REPLICA, [(values, g.kv_cache_usage) for values, g in told])
         text = "Tokens that a replica's draft has proposed since the engine was started (speculative decoding)."
-        drafted = CounterMetricFamily("qarr_draft_tokens", text, labels=labels)
-        accepted = CounterMetricFamily("qarr_draft_tokens_accepted", "Those that were accepted.", labels=labels)
+        yield _counter("draft_tokens", text, REPLICA, [(values, g.drafted) for values, g in drafts])
+        text = "Those that were accepted."
+        yield _counter("draft_tokens_accepted", text, REPLICA, [(values, g.accepted) for values, g in drafts])
         text = "Prompt tokens that a replica's engine looked up in its prefix cache since it was started."
-        queries = CounterMetricFamily("qarr_prefix_cache_queries", text, labels=labels)
-        hits = CounterMetricFamily("qarr_prefix_cache_hits", "Those that were found.", labels=labels)
-        now = time.monotonic()
-        for replica in self._pipeline.fleet.replicas:
-            values = [replica.spec.name, replica.id]
-            state.add_metric([*values, replica.state.value], 1)
-            about.add_metric([*values, replica.spec.precision, replica.spec.checkpoint_id or ""], 1)
-            in_flight.add_metric(values, replica.in_flight)
-            taken.add_metric(values, replica.slots)
-            limit.add_metric(values, replica.limit)
-            opened.add_metric(values, replica.breaker.opened)
-            is_open.add_metric(values, replica.breaker.state(now) is not BreakerState.CLOSED)
-            if replica.gauges is not None:
-                usage.add_metric(values, replica.gauges.kv_cache_usage)
-                queries.add_metric(values, replica.gauges.cache_queries)
-                hits.add_metric(values, replica.gauges.cache_hits)
-                if replica.gauges.drafted:
-                    drafted.add_metric(values, replica.gauges.drafted)
-                    accepted.add_metric(values, replica.gauges.accepted)
-        return state, about, in_flight, taken, limit, opened, is_open, usage, drafted, accepted, queries, hits
+        yield _counter("prefix_cache_queries", text, REPLICA, [(values, g.cache_queries) for values, g in told])
+        yield _counter("prefix_cache_hits", "Those that were found.", REPLICA, [(v, g.cache_hits) for v, g in told])
 
 
 class Metrics:
@@ -291,7 +292,6 @@ class Metrics:
         pipeline.registry.observers.append(requests.observe)
         ProcessCollector(registry=registry)
         registry.register(Load(pipeline, retries, about))
-        registry.register(Scaling(pipeline))
         registry.register(Losses(evaluation, pipeline.policy))
 
     def count_keys(self, usage: UsageLog, charging: Charging, labels: Labels) -> UsageMetrics:

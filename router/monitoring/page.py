@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from router.auth.access import KeyStore
-    from router.settings import ServerSettings
+    from router.server.settings import ServerSettings
 
 WEB = Path(__file__).with_name("web")
 # In this order; they share one scope.

@@ -53,15 +53,10 @@ class Labels:
 
     def of(self, key_id: str) -> tuple[str, str]:
         """Return a key's name and team, as metrics have them."""
-        found = self._named.get(key_id)
-        if found is not None:
-            return found
-        if len(self._named) < self._most:
-            first = {caller.key_id: caller for caller in self._keys.callers[: self._most]}
-            if (caller := first.get(key_id)) is not None:
-                self._named[key_id] = caller.name, caller.team
-                return caller.name, caller.team
-        return OTHER, OTHER
+        if key_id not in self._named and len(self._named) < self._most:
+            first = self._keys.callers[: self._most]
+            self._named |= {caller.key_id: (caller.name, caller.team) for caller in first if caller.key_id == key_id}
+        return self._named.get(key_id, (OTHER, OTHER))
 
     def callers(self) -> list[Caller]:
         """Return those keys that have metrics of their own."""

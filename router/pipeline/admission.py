@@ -24,8 +24,7 @@ from router.pipeline.queue_lines import Entry, Lines
 from router.pipeline.request import class_of
 from router.policy.decide import UNKNOWN_RETRY_S, decide
 from router.policy.decision import PRIORITIES, Basis, Refusal, Refused
-from router.telemetry.journey import JOURNEY
-from router.telemetry.record import FREE
+from router.telemetry.record import FREE, JOURNEY
 from router.upstream.client import lease_for
 from tiers.fleet import Demand
 
@@ -33,10 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from router.accounting.reservations import Reservation
-    from router.auth.quota import Grant as QuotaGrant
+    from router.auth.quota import QuotaGrant
+    from router.pipeline.settings import AdmissionSettings
     from router.policy.decision import Decision, Query
     from router.policy.table import PolicyStore
-    from router.settings import AdmissionSettings
     from router.telemetry.record import Cost
     from tiers.fleet import Fleet, Lease
     from tiers.spec import TierName, TierSpec

@@ -267,7 +267,7 @@ class Continuation:
         if resumption.stops and resumption.min_tokens > len(progress.output_ids):
             return False  # it is unknown which of the next engine's tokens is the first that may complete a stop string
         every, settled = self.failover.fleet.replicas, progress.settled
-        replicas = [r for r in every if r.state is ReplicaStatus.READY and r.id != failed]
+        replicas = [r for r in every if r.state.status is ReplicaStatus.READY and r.id != failed]
         replicas += (r for r in every if r.id == failed)
         for replica in replicas if progress.point != progress.begun or not settled else ():
             try:

@@ -95,7 +95,7 @@ class Overflow:
         if diverted is None or self.decisions is None:
             return
         failure = error or (answer.error if answer is not None else None)
-        self.decisions.overflowed(
+        self.decisions.ended(
             OverflowRecord(
                 request_id=active.context.request_id,
                 overflow=diverted.name,

@@ -15,9 +15,8 @@ from router.pipeline.failover import Continuation
 from router.pipeline.request import MAX_COUNT
 from router.policy.decide import decide, within_context
 from router.policy.decision import Refusal, Refused
-from router.telemetry.journey import JOURNEY, Journey
-from router.telemetry.record import TierUsage
-from router.telemetry.tracing import random_hex
+from router.telemetry.record import JOURNEY, Journey, TierUsage
+from router.telemetry.tracing import random_hex, server_span
 from router.upstream.engine_stream import EngineStream
 from router.upstream.errors import EngineTooSlow
 from tiers.spec import TierName, in_order
@@ -108,7 +107,7 @@ class Pipeline:
             query = within_context(query, fleet)
         decision = decide(query, fleet, table)
         if serve:
-            prompt = call.prompt.text if self.telemetry.wants_prompt else ""
+            prompt = call.prompt.text if self.telemetry.record_prompts and server_span() is not None else ""
             journey = Journey(call.context.arrived, began, classified, time.monotonic(), prompt)
             call.context.journey = journey
             JOURNEY.set(journey)

@@ -12,14 +12,16 @@ import re
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from router.accounting.budgets import OverBudget
 from router.auth.quota import OverQuota
 from router.pipeline.request import class_of
 from router.policy.decision import Refused
-from router.telemetry.record import KeptFor, Outcome, RequestRecord
-from router.upstream.engine_stream import continued_on
+from router.telemetry.logs import log as request_lines
+from router.telemetry.logs import log_request
+from router.telemetry.record import KeptFor, Outcome, RequestRecord, Served, Times, Tokens
 from router.upstream.errors import EngineRefused, UpstreamError
 
 if TYPE_CHECKING:
@@ -31,11 +33,14 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision, Priority, Sla
     from router.telemetry.record import Cost, TierUsage
     from router.upstream.engine_stream import EngineAnswer
+    from tiers.spec import TierName
 
 log = logging.getLogger(f"qarr.{__name__}")
 OVER_QUOTA = "over_quota"
 OVER_BUDGET = "over_budget"
 _QUOTED = re.compile(r"(?<!\w)(['\"])(?:(?!\1).){24,}(?:\1|$)", re.DOTALL)
+WINDOW_S = 60.0
+WINDOW_RECORDS = 20_000
 State = Literal["waiting", "prefill", "decode"]
 
 
@@ -100,6 +105,8 @@ class RequestRegistry:
 
     Attributes:
         recent: The last records, at most ``kept``.
+        window: When requests ended, by the monotonic clock; their tier, how they ended, times, and whether the SLA was met.
+            At most ``WINDOW_RECORDS``; those older than ``WINDOW_S`` go with the next.
         observers: Called with each record, in order.
         totals: Since the start: records by outcome, requests, retries and continuations.
     """
@@ -109,6 +116,7 @@ class RequestRegistry:
         self._open: dict[int, ActiveRequest] = {}
         self.recent: deque[RequestRecord] = deque(maxlen=kept)
         self._failed: deque[RequestRecord] = deque(maxlen=kept)  # or slow: good ones do not displace them
+        self.window: deque[tuple[float, TierName | None, Outcome, Times, bool | None]] = deque(maxlen=WINDOW_RECORDS)
         self.observers: list[Callable[[RequestRecord], None]] = []
         self.totals: Counter[str] = Counter()
 
@@ -127,117 +135,101 @@ class RequestRegistry:
         return request
 
     def end(self, request: ActiveRequest, error: BaseException | None) -> None:
+        """Make the record of a request, and show it to whoever looks: the log, where it wants such lines, and observers."""
         del self._open[id(request)]
-        self._ended(self._record(request, error))
-
-    def _ended(self, record: RequestRecord) -> None:
+        now = time.monotonic()
+        record = self._record(request, error, now)
+        outcome, served, times, totals, window = record.outcome, record.served, record.times, self.totals, self.window
         self.recent.append(record)
         if record.kept_for is not KeptFor.RECENT:
             self._failed.append(record)
-        totals = self.totals
         totals["requests"] += 1
-        totals[record.outcome] += 1
-        totals["retries"] += record.attempts_failed
-        totals["continuations"] += len(record.continued_on)
-        for observe in self.observers:
+        totals[outcome] += 1
+        totals["retries"] += served.attempts_failed
+        totals["continuations"] += len(served.continued_on)
+        window.append((now, served.tier or record.decision.tier, outcome, times, record.sla_met))
+        while window[0][0] < now - WINDOW_S:
+            window.popleft()
+        level = logging.WARNING if record.kept_for is KeptFor.ERROR else logging.INFO
+        observers = self.observers
+        if request_lines.isEnabledFor(level):
+            observers = [partial(log_request, level=level), *observers]
+        for observe in observers:
             try:
                 observe(record)
             except Exception:  # an observer must not break a request
                 log.exception("a record was not taken by %r", observe)
 
-    def _record(self, request: ActiveRequest, error: BaseException | None) -> RequestRecord:
-        now, context, answer, diverted = time.monotonic(), request.context, request.answer, request.diverted
+    def _record(self, request: ActiveRequest, error: BaseException | None, now: float) -> RequestRecord:
+        context, answer, diverted, arrived = request.context, request.answer, request.diverted, request.context.arrived
         decision = error.decision if isinstance(error, Refused) else request.decision
+        sla, tokens, served = decision.query.sla, Tokens(decision.query.tokens_to_read), Served()
         failure = error or (answer.error if answer is not None else None)
-        outcome, cause = self._outcome(failure)
-        (queue_ms, overhead_ms), prompt_tokens = _before(request), decision.query.tokens_to_read
-        spec = ttft_ms = tpot_ms = None
-        within = answer if answer is not None and answer.overflow is None else None  # the fleet
-        if within is not None:
-            spec = within.spec
+        outcome, cause, why_not = (Outcome.OK, None, "") if failure is None else self._failure(failure)
+        queue_ms, overhead_ms, ttft_ms, tpot_ms, sent = 0.0, None, None, None, None
+        if request.admitted is not None:
+            queue_ms, sent = request.admitted.waited_ms, request.sent
+        elif diverted is not None:
+            queue_ms, sent = diverted.waited_ms, diverted.at
+            served = Served(overflow_failure=diverted.failure)
+        if sent is not None:
+            overhead_ms = max((sent - arrived) * 1000 - queue_ms, 0.0)
         if answer is not None:
-            prompt_tokens = answer.usage.get("prompt_tokens", prompt_tokens)
-            ttft_ms, tpot_ms = ttft_from_arrival(context, answer), answer.tpot_ms
+            prompt_tokens = answer.usage.get("prompt_tokens", tokens.prompt)
+            tokens = Tokens(prompt_tokens, answer.output_tokens, answer.cached_tokens, answer.predicted_cached_tokens)
+            if answer.ttft_ms is not None:  # which it counts from when the request was sent
+                ttft_ms = answer.ttft_ms + (answer.sent_at - arrived) * 1000
+            tpot_ms, spec = answer.tpot_ms, answer.spec
+            if answer.overflow is not None:
+                served = served._replace(overflow=answer.overflow)
+            else:
+                parts, failed = tuple([part.tier for part in answer.parts]), answer.failed_attempts
+                served = Served(answer.tier, answer.replica_id, spec.precision, spec.checkpoint_id, failed, parts)
+        sla_met = None if sla.ttft_ms is None and sla.tpot_ms is None else _met(sla, outcome, ttft_ms, tpot_ms)
+        kept_for = KeptFor.SLA_MISS if sla_met is False else KeptFor.RECENT
         return RequestRecord(
-            at=time.time() - (now - context.arrived),
+            at=time.time() - (now - arrived),
             request_id=context.request_id,
             trace_id=context.trace_id,
             route=context.route,
             key_id=context.caller.key_id,
+            team=context.caller.team,
             priority=request.priority,
             decision=decision,
             outcome=outcome,
             error=cause,
-            served_by=within.tier if within is not None else None,
-            replica=within.replica_id if within is not None else None,
-            precision=spec.precision if spec is not None else None,
-            checkpoint=spec.checkpoint_id if spec is not None else None,
-            prompt_tokens=prompt_tokens,
-            output_tokens=answer.output_tokens if answer is not None else 0,
-            queue_ms=queue_ms,
-            overhead_ms=overhead_ms,
-            ttft_ms=ttft_ms,
-            tpot_ms=tpot_ms,
-            duration_ms=(now - context.arrived) * 1000,
-            sla_met=_kept(decision.query.sla, outcome, ttft_ms, tpot_ms),
-            attempts_failed=answer.failed_attempts if answer is not None else 0,
-            continued_on=tuple(continued_on(answer)) if answer is not None and answer.parts else (),
-            cached_prompt_tokens=answer.cached_tokens if answer is not None else None,
-            predicted_cached_tokens=answer.predicted_cached_tokens if answer is not None else None,
-            team=context.caller.team,
+            served=served,
+            tokens=tokens,
+            times=Times(queue_ms, overhead_ms, ttft_ms, tpot_ms, (now - arrived) * 1000),
+            sla_met=sla_met,
+            kept_for=KeptFor.ERROR if outcome is Outcome.ERROR or outcome is Outcome.REFUSED else kept_for,
+            why_not=why_not,
             usage=request.usage,
             cost=request.cost,
-            overflow=answer.overflow if answer is not None else None,
-            overflow_failure=diverted.failure if diverted is not None else None,
             journey=context.journey,
-            why_not="" if outcome is Outcome.CLIENT_GONE else _why_not(failure),
         )
 
-    def _outcome(self, failure: BaseException | None) -> tuple[Outcome, str | None]:
-        if failure is None:
-            return Outcome.OK, None
+    def _failure(self, failure: BaseException) -> tuple[Outcome, str | None, str]:
+        """Return how a request ended that failed, its code, and why, for operators.
+
+        Of an engine's own words not what is long and quoted: it may be of the prompt.
+        """
         if isinstance(failure, Refused):
             refusal = failure.decision.refusal
-            return Outcome.REFUSED, refusal.value if refusal is not None else None
-        if isinstance(failure, OverQuota):
-            return Outcome.REFUSED, OVER_QUOTA
-        if isinstance(failure, OverBudget):
-            return Outcome.REFUSED, OVER_BUDGET
+            return Outcome.REFUSED, refusal.value if refusal is not None else None, ""
+        if isinstance(failure, OverQuota | OverBudget):
+            return Outcome.REFUSED, OVER_QUOTA if isinstance(failure, OverQuota) else OVER_BUDGET, str(failure)
         if isinstance(failure, asyncio.CancelledError | OSError) and not self._server_state.deadline_passed:
-            return Outcome.CLIENT_GONE, None
-        return Outcome.ERROR, "Draining" if isinstance(failure, asyncio.CancelledError) else type(failure).__name__
+            return Outcome.CLIENT_GONE, None, ""
+        kind = type(failure).__name__
+        if isinstance(failure, EngineRefused):
+            return Outcome.ERROR, kind, _QUOTED.sub("'...'", failure.detail)
+        why = str(failure) if isinstance(failure, UpstreamError) else f"it ended with {kind}"
+        return Outcome.ERROR, "Draining" if isinstance(failure, asyncio.CancelledError) else kind, why
 
 
-def _why_not(failure: BaseException | None) -> str:
-    """Return why a request failed; of an engine's own words not what is long and quoted: it may be of the prompt."""
-    if isinstance(failure, EngineRefused):
-        return _QUOTED.sub("'...'", failure.detail)
-    if isinstance(failure, OverQuota | OverBudget | UpstreamError):
-        return str(failure)
-    return "" if failure is None or isinstance(failure, Refused) else f"it ended with {type(failure).__name__}"
-
-
-def _before(request: ActiveRequest) -> tuple[float, float | None]:
-    """Return a request's milliseconds in the queue, and the others from its arrival until it was sent; None: never."""
-    admitted, diverted, arrived = request.admitted, request.diverted, request.context.arrived
-    if admitted is not None:
-        queue_ms, sent = admitted.waited_ms, request.sent
-    elif diverted is not None:
-        queue_ms, sent = diverted.waited_ms, diverted.at
-    else:
-        return 0.0, None
-    return queue_ms, max((sent - arrived) * 1000 - queue_ms, 0.0)
-
-
-def ttft_from_arrival(context: RequestContext, answer: EngineAnswer) -> float | None:
-    """Return the milliseconds from a request's arrival to its first token, queue included; the answer's own are not."""
-    return answer.ttft_ms + (answer.sent_at - context.arrived) * 1000 if answer.ttft_ms is not None else None
-
-
-def _kept(sla: Sla, outcome: Outcome, ttft_ms: float | None, tpot_ms: float | None) -> bool | None:
-    """Tell whether the bounds on times were met; refused and failed requests met none. None: none given, or unknown."""
-    if sla.ttft_ms is None and sla.tpot_ms is None:
-        return None
+def _met(sla: Sla, outcome: Outcome, ttft_ms: float | None, tpot_ms: float | None) -> bool | None:
+    """Tell whether the bounds on times were met; refused and failed requests met none. None: nobody knows."""
     times = (sla.ttft_ms, ttft_ms), (sla.tpot_ms, tpot_ms)
     late = any(bound is not None and took is not None and took > bound for bound, took in times)
     if outcome is Outcome.CLIENT_GONE:

@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
     from classifier import PromptFeatures, TokenCounter
     from router.policy.decision import Priority, Sort
-    from router.telemetry.journey import Journey
+    from router.telemetry.record import Journey
     from router.upstream.engine_request import EngineRequest
-    from tiers.snapshot import TemplateTokens
-    from tiers.spec import TierName
+    from tiers.spec import TemplateTokens, TierName
 
 NO_BOUNDS = Sla()
 Truncate = Literal["oldest", "middle"]
@@ -228,4 +227,7 @@ def class_priority(caller: Caller, asked: Priority | None, field: str) -> int:
 
 def class_of(priority: int) -> Priority:
     """Return the class of a priority in vLLM's numbers, which callers of OpenAI's endpoints may choose freely."""
-    return next((name for name, highest in PRIORITIES.items() if priority <= highest), "batch")
+    for name, highest in PRIORITIES.items():
+        if priority <= highest:
+            return name
+    return "batch"

@@ -191,14 +191,16 @@ class SharedLoad:
         """Return the report, as the script expects it. Pauses that others reported are not repeated."""
         found: dict[str, list[float]] = {}
         for replica in self._fleet.replicas:
-            held = [replica.slots, replica.prompt_tokens, replica.output_tokens, replica.kv_tokens_held]
-            wanted = replica.slots + self._waiting(replica, now)
-            shares = [replica.whole_limit if replica.share is None else replica.share.holds(now), replica.whole_limit]
+            state, share, limit = replica.state, replica.others.share, replica.whole_limit
+            kv_tokens = state.kv.held - replica.others.counted.kv_tokens
+            held = [state.slots, state.prompt_tokens, replica.output_tokens, kv_tokens]
+            wanted = state.slots + self._waiting(replica, now)
+            shares = [limit if share is None else share.holds(now), limit]
             found[replica.url] = [*held, replica.breaker.own_wait_s(now), wanted, *shares]
         return found
 
     def _waiting(self, replica: Replica, now: float) -> int:
-        able = replica.state is ReplicaStatus.READY and replica.breaker.admits(now)
+        able = replica.state.status is ReplicaStatus.READY and replica.breaker.admits(now)
         return self._waiting_for(replica.spec.name) if able else 0
 
     def _take(
@@ -212,8 +214,8 @@ class SharedLoad:
                 continue
             share, routers, *others, spared_s = replicas[replica.url]
             *_, wanted, had, _limit = own[replica.url]
-            replica.share = Share(int(share), until)
-            replica.note_others(PeerLoad(*map(int, others)), until)
+            replica.note_share(Share(int(share), until))
+            replica.note_peers(PeerLoad(*map(int, others)), until)
             if spared_s > 0:
                 replica.breaker.adopt(now, spared_s)
             self._routers[replica.url] = int(routers if settled else max(routers, self._routers.get(replica.url, 1)))
@@ -239,27 +241,28 @@ class SharedLoad:
             self._rise_at = now + RISE_S
         most = max(self._routers.values(), default=1)
         for replica in self._fleet.replicas:
-            if replica.share is None:
+            if (share := replica.others.share) is None:
                 continue
-            routers, gauges = self._routers.get(replica.url, most), replica.gauges
+            routers, gauges = self._routers.get(replica.url, most), replica.state.gauges
             part = max(replica.whole_limit // routers, 1)
             free = gauges is None or gauges.running + gauges.waiting < replica.whole_limit
-            slots = replica.share.slots + (rises and free)
-            replica.share = Share(part if routers == 1 else min(slots, part), now + LIFE_S)
+            slots = share.slots + (rises and free)
+            replica.note_share(Share(part if routers == 1 else min(slots, part), now + LIFE_S))
 
     def _give_all(self, share: Share | None) -> None:
         self._fleet.first_share = share
         for replica in self._fleet.replicas:
-            replica.share = share
+            replica.note_share(share)
 
     async def _pause(self) -> None:
         """Wait until the next report is due: soon if requests have begun to wait for slots that others may have."""
         until = time.monotonic() + EVERY_S
         while time.monotonic() < until:
             await asyncio.sleep(LOOK_S)
+            self._fleet.refresh(time.monotonic())
             if not self._lost and any(map(self._needs_more, self._fleet.replicas)):
                 return
 
     def _needs_more(self, replica: Replica) -> bool:
-        beyond = replica.url in self._content and replica.limit <= replica.slots < replica.whole_limit
+        beyond = replica.url in self._content and replica.state.limit <= replica.state.slots < replica.whole_limit
         return beyond and self._waiting(replica, time.monotonic()) > 0

@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from operator import attrgetter
 from statistics import NormalDist
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from router.policy.decision import Basis, Choice, Decision, Estimate, Refusal
 from router.policy.explain import reason
-from tiers.choice import uncached
+from router.policy.losses import Z95
+from tiers.choice import READY, Request, candidate
 from tiers.preparing import about
-from tiers.snapshot import has_slots
+from tiers.snapshot import load_of
 from tiers.spec import UNKNOWN, ReplicaStatus, TierName
 from tiers.speed import HALF_LIFE_S, IDLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from router.policy.decision import Degraded, PolicyParameters, Query
-    from tiers.snapshot import Expectation, FleetSnapshot, TierSnapshot
+    from router.policy.decision import Degraded, PolicyParameters, Query, Sla
+    from tiers.choice import Candidate, Expectation
+    from tiers.snapshot import FleetSnapshot, TierSnapshot
     from tiers.spec import TierSpec
     from tiers.speed import SpeedModel
 
@@ -41,6 +44,7 @@ LIKELIEST_TO_PASS = (
     Refusal.NOT_ALLOWED,
     Refusal.EXCLUDED,
 )
+SLOTS = attrgetter("slots")
 _NORMAL = NormalDist()
 _DEGRADED: tuple[tuple[Degraded, Basis], ...] = (
     ("quality", Basis.DEGRADED_QUALITY),
@@ -51,25 +55,25 @@ _DEGRADED: tuple[tuple[Degraded, Basis], ...] = (
 
 def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> Decision:
     """Choose a tier that serves the request as asked, or refuse it."""
-    table = table.with_adapter(query.adapter)
-    z = _NORMAL.inv_cdf(table.sla_confidence if query.sla.confidence is None else query.sla.confidence)
-    scarcity = _scarcity(query, fleet, table)
-    output, there = fleet.output_share * query.max_tokens * query.sequences, fleet.sequences + query.sequences
-    estimates = [
-        _estimate(t, query, fleet, table, z=z, scarcity=scarcity, output=output, there=there) for t in fleet.tiers
-    ]
-    choice = Choice(query, table, z, scarcity, tuple(estimates))
-    asked = choice.asked
-    possible = [o for o in asked if o.obstacle is None]
-    within = [o for o in possible if o.meets]
+    if query.adapter is not None:
+        table = table.with_adapter(query.adapter)
+    tokens, output = query.tokens_to_read, fleet.output_share * query.max_tokens * query.sequences
+    request = Request(tokens, output, query.sequences, tokens > fleet.long_prompt_tokens, fleet.output_share)
+    choice, possible, within = _undecided(query, fleet, table, request), [], []
+    only = query.hint if query.require else None
+    for estimate in choice.estimates:
+        if estimate.obstacle is None and (only is None or estimate.tier is only):
+            possible.append(estimate)
+            if estimate.meets:
+                within.append(estimate)
     if not possible or (query.require and not within):
-        return _refused(choice, fleet, possible=bool(possible))
+        return _refused(choice, fleet, request, possible=bool(possible))
     degraded: tuple[Degraded, ...] = ()
     if within:
-        chosen, basis = _choose(choice, within)
+        chosen, basis = _choose(query, table, within)
+        choice = choice._replace(chosen=chosen, basis=basis)
         if basis is Basis.DEGRADED_QUALITY:
             degraded = ("quality",)
-        choice = choice._replace(chosen=chosen, basis=basis)
     else:
         chosen, degraded = _nearest(query, possible, table)
         basis = next(basis for what, basis in _DEGRADED if what in degraded)
@@ -77,12 +81,36 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> Decis
     return Decision(chosen.tier, reason(choice, 0), query, choice, basis, degraded)
 
 
-def _refused(choice: Choice, fleet: FleetSnapshot, *, possible: bool) -> Decision:
+def _undecided(query: Query, fleet: FleetSnapshot, table: PolicyParameters, request: Request) -> Choice:
+    """Return what can be expected of each tier."""
+    found, highest, there = [], None, query.sequences
+    for tier in fleet.tiers:
+        best = candidate(tier, request, fleet)
+        obstacle = _obstacle(tier.spec, query, ready=best.replica is not None)
+        if obstacle is None and best.replica is not None:
+            highest = tier
+        found.append((tier, best, obstacle))
+        there += sum(map(SLOTS, tier.replicas))
+    confidence = query.sla.confidence
+    z = _NORMAL.inv_cdf(table.sla_confidence if confidence is None else confidence)
+    scarcity = 1.0 if table.prices else _scarcity(highest)
+    asked = query.sla.max_quality_loss
+    bound = table.max_loss.get(query.features.prompt_class) if asked is None else asked
+    context = _Context(query, table, request, z, scarcity, bound, there)
+    below, estimates = query.hint is not None, []
+    for tier, best, obstacle in found:
+        if tier.spec.name is query.hint:
+            below = False
+        estimates.append(_estimate(tier, best, obstacle, context, below=below))
+    return Choice(query, table, z, scarcity, tuple(estimates), bound=bound)
+
+
+def _refused(choice: Choice, fleet: FleetSnapshot, request: Request, *, possible: bool) -> Decision:
     tiers = {tier.spec.name: tier for tier in fleet.tiers}
     there = [o for o in choice.asked if not tiers[o.tier].spec.absent]
     causes = {o.obstacle for o in there} or {Refusal.NOT_READY}
     refusal = Refusal.SLA_UNMET if possible else next(c for c in LIKELIEST_TO_PASS if c in causes)
-    waits = [_possible_in_s(tiers[o.tier], o, choice, fleet.output_share) for o in choice.asked]
+    waits = [_possible_in_s(tiers[o.tier], o, choice, request, fleet) for o in choice.asked]
     lengths = [tiers[o.tier].spec.max_model_len for o in choice.asked if o.obstacle is Refusal.TOO_LONG]
     alone = all(o.obstacle in LIKELIEST_TO_PASS[2:] for o in there)
     return Decision(
@@ -96,70 +124,74 @@ def _refused(choice: Choice, fleet: FleetSnapshot, *, possible: bool) -> Decisio
     )
 
 
+class _Context(NamedTuple):
+    """What is the same for all tiers of a decision.
+
+    Attributes:
+        bound: See ``Choice``.
+        there: Sequences in the fleet, the request's own included.
+    """
+
+    query: Query
+    table: PolicyParameters
+    request: Request
+    z: float
+    scarcity: float
+    bound: float | None
+    there: int
+
+
 def _estimate(
-    tier: TierSnapshot,
-    query: Query,
-    fleet: FleetSnapshot,
-    table: PolicyParameters,
-    *,
-    z: float,
-    scarcity: float,
-    output: float,
-    there: int,
+    tier: TierSnapshot, found: Candidate, obstacle: Refusal | None, context: _Context, *, below: bool
 ) -> Estimate:
-    """Return what can be expected of one tier, with ``output`` tokens to come of ``there`` sequences in the fleet."""
-    spec = tier.spec
-    name = spec.name
-    free, speed, times, cached = tier.offer(query.tokens_to_read, output, query.sequences, fleet)
-    cost, loss, batch = None, table.loss(name, query.features), min(spec.max_num_seqs, there)
-    if speed is not None:
-        to_read = uncached(query.tokens_to_read, cached)
-        engine_ms = speed.engine_ms(to_read, max(1.0, output), batch) * (times.drift if times else 1.0)
-        cost = engine_ms / 1000 * table.prices.get(name, 1.0)
-    worst, obstacle, asked, bound = loss.at(z), _obstacle(tier, query, free=free), query.sla, table.bound(query)
-    slow, excess = _slow(query, times, z)
-    below = query.hint is not None and fleet.ranks[name] < fleet.ranks[query.hint]
+    """Return what can be expected of one tier; ``obstacle``: whatever its load; ``below``: it is below the hint."""
+    query, table, request, z, scarcity, bound, there = context
+    spec, (free, replica, times, cached) = tier.spec, found
+    if obstacle is None and not free:
+        obstacle = Refusal.NOT_READY if replica is None else Refusal.AT_CAPACITY
+    speed, cost, batch = None, None, min(spec.max_num_seqs, there)
+    if replica is not None and replica.speed is not None:
+        speed, to_read = replica.speed, max(request.prompt_tokens - (cached or 0), 0)
+        engine_ms = speed.engine_ms(to_read, max(1.0, request.output_tokens), batch)
+        cost = engine_ms * (times.drift if times is not None else 1.0) / 1000 * table.prices.get(spec.name, 1.0)
+    loss, spare = table.loss(spec.name, query.features), max(table.budget(spec.name) - table.negligible_loss, 0.0)
+    worst = loss.mean + (loss.high - loss.mean) * z / Z95
+    worst, sla, slow, excess = min(worst, 1.0), query.sla, False, 0.0
+    if sla.ttft_ms is not None or sla.tpot_ms is not None:
+        slow, excess = _slow(sla, times, z)
+    lossy = sla.max_quality_loss is not None and worst > sla.max_quality_loss
     return Estimate(
-        name,
+        spec.name,
         spec.precision,
-        tier.state if obstacle is not None else ReplicaStatus.READY,
+        READY if obstacle is None else tier.status,
         speed,
         batch,
         times,
         loss,
         worst,
-        table.allowed(name, scarcity),
+        table.negligible_loss + scarcity * spare,
         cost,
         excess,
         obstacle,
         "" if obstacle is None else _obstacle_text(obstacle, tier, query),
         slow,
-        lossy=asked.max_quality_loss is not None and worst > asked.max_quality_loss,
-        unfit=below or loss.mean > table.allowed(name, 1.0) or (bound is not None and worst > bound),
-        cached=cached,
+        lossy,
+        below or loss.mean > table.negligible_loss + spare or (bound is not None and worst > bound),
+        cached,
+        obstacle is None and not slow and not lossy,
     )
 
 
-def _obstacle(tier: TierSnapshot, query: Query, *, free: bool) -> Refusal | None:
-    spec = tier.spec
-    if not query.allows(spec.name):
+def _obstacle(spec: TierSpec, query: Query, *, ready: bool) -> Refusal | None:
+    """Return why a tier does not serve a request, whatever its load; None: it does.
+
+    Its precision, if it is not known before the tier is ready, may turn out to be one that the request allows.
+    """
+    if query.allowed is not None and spec.name not in query.allowed:
         return Refusal.NOT_ALLOWED
-    if (unable := _unable(spec, query)) is not None:
-        return Refusal.NOT_READY if unable is Refusal.EXCLUDED and _may_turn_out(tier, query) else unable
-    if free:
-        return None
-    return Refusal.AT_CAPACITY if tier.is_ready else Refusal.NOT_READY
-
-
-def _may_turn_out(tier: TierSnapshot, query: Query) -> bool:
-    """Tell whether a tier's precision, not known before it is ready, may turn out to be one that the request allows."""
-    known = tier.is_ready or tier.spec.precision != UNKNOWN
-    return not known and (query.only is None or tier.spec.name in query.only)
-
-
-def _unable(spec: TierSpec, query: Query) -> Refusal | None:
-    if not query.takes(spec):
-        return Refusal.EXCLUDED
+    if (query.precisions is not None or query.only is not None) and not query.takes(spec):
+        unknown = not ready and spec.precision == UNKNOWN
+        return Refusal.NOT_READY if unknown and (query.only is None or spec.name in query.only) else Refusal.EXCLUDED
     if query.adapter is not None and query.adapter not in spec.adapters:
         return Refusal.NO_ADAPTER
     if query.undraftable and spec.draft is not None:
@@ -174,7 +206,9 @@ def _obstacle_text(obstacle: Refusal, tier: TierSnapshot, query: Query) -> str:
     if obstacle is Refusal.NOT_ALLOWED:
         return "is not allowed for this key" + (" over its budget" if query.over_budget else "")
     if obstacle is Refusal.EXCLUDED:
-        return _excluded_text(spec, query)
+        allowed = f"serves {spec.precision}, and the request allows {', '.join(sorted(query.precisions or ()))} only"
+        named = query.only is None or spec.name in query.only
+        return allowed if named else "is not among the tiers that the request allows"
     if obstacle is Refusal.NO_ADAPTER:
         return f"does not offer the adapter {query.adapter}"
     if obstacle is Refusal.UNSUPPORTED:
@@ -195,12 +229,9 @@ def longest_context(query: Query, fleet: FleetSnapshot) -> int:
     able = [
         tier
         for tier in fleet.tiers
-        if query.allows(tier.spec.name)
-        and only in {None, tier.spec.name}
-        and not tier.spec.absent
-        and _unable(tier.spec, short) is None
+        if only in {None, tier.spec.name} and not tier.spec.absent and _obstacle(tier.spec, short, ready=True) is None
     ]
-    ready = [tier for tier in able if tier.is_ready]
+    ready = [tier for tier in able if tier.ready]
     return max((tier.spec.max_model_len for tier in ready or able), default=0)
 
 
@@ -212,49 +243,43 @@ def within_context(query: Query, fleet: FleetSnapshot) -> Query:
     return replace(query, max_tokens=max(min(query.max_tokens, left), 1))
 
 
-def _excluded_text(spec: TierSpec, query: Query) -> str:
-    if query.only is not None and spec.name not in query.only:
-        return "is not among the tiers that the request allows"
-    return f"serves {spec.precision}, and the request allows {', '.join(sorted(query.precisions or ()))} only"
-
-
 def _not_ready(tier: TierSnapshot) -> str:
     preparing = tier.preparing
     if preparing is None:
-        return f"is {tier.state.value}"
+        return f"is {tier.status.value}"
     if preparing.failed is not None:
         return "has no checkpoint: it could not be made"
-    state = "being prepared" if tier.state is ReplicaStatus.PREPARING else tier.state.value
+    state = "being prepared" if tier.status is ReplicaStatus.PREPARING else tier.status.value
     return f"is {state}" + ("" if preparing.remaining_s is None else f", ready in {about(preparing.remaining_s)}")
 
 
 def _full(tier: TierSnapshot, sequences: int) -> str:
-    ready = tier.views
-    admitting = [r for r in ready if r.admits]
+    ready = tier.ready
+    admitting = [r for r in ready if r.breaker.admits]
     if not admitting:
-        wait_s = min(r.admits_in_s for r in ready)
+        wait_s = min(r.breaker.admits_in_s for r in ready)
         return f"failed too often lately; the next try is in {wait_s:.1f} s"
     limits = [min(r.limit, tier.spec.max_in_flight) for r in admitting]
-    free = [r for r, limit in zip(admitting, limits, strict=True) if r.taken < limit]
+    free = [r for r, limit in zip(admitting, limits, strict=True) if r.slots < limit]
     if not free:
         return f"has all of its {sum(limits)} slots taken"
-    if not any(has_slots(sequences, r.taken, limit) for r, limit in zip(admitting, limits, strict=True)):
+    if all(r.slots + min(sequences, limit) > limit for r, limit in zip(admitting, limits, strict=True)):
         return f"has too few of its {sum(limits)} slots free for {sequences} answers at the same time"
-    if all(r.kv_pressure for r in free):
+    if all(r.kv.pressure for r in free):
         usage = max(r.gauges.kv_cache_usage if r.gauges else 0.0 for r in free)
         return f"has {usage:.0%} of its KV cache in use, too much for a long prompt"
     return "has too few tokens left in its KV cache"
 
 
-def _slow(query: Query, times: Expectation | None, z: float) -> tuple[bool, float]:
+def _slow(sla: Sla, times: Expectation | None, z: float) -> tuple[bool, float]:
     """Tell whether a tier's times break a bound with the confidence asked for; return the largest ratio of time to bound.
 
     An unknown time meets no bound. Times are log-normally distributed about the prediction; ``z`` is the confidence as a
     quantile of the normal distribution.
     """
-    sla, slow, excess = query.sla, False, 0.0
+    slow, excess = False, 0.0
     if times is None:
-        return (True, math.inf) if sla.ttft_ms is not None or sla.tpot_ms is not None else (slow, excess)
+        return True, math.inf
     if sla.tpot_ms is not None:
         safe = times.tpot_ms * math.exp(z * times.tpot_spread)
         slow, excess = safe > sla.tpot_ms, safe / sla.tpot_ms
@@ -264,25 +289,23 @@ def _slow(query: Query, times: Expectation | None, z: float) -> tuple[bool, floa
     return slow, excess
 
 
-def _scarcity(query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> float:
-    """Return how scarce engine time is, 0..1: always where it has a price, else by how full the highest precision is.
+def _scarcity(highest: TierSnapshot | None) -> float:
+    """Return how scarce engine time is, 0..1, by how full the highest precision is that may serve and is ready.
 
     It is the tier that would answer if loss alone counted, so its next free slot is what a lossier tier can save.
     """
-    if table.prices:
-        return 1.0
-    able = [t for t in fleet.tiers if t.is_ready and _obstacle(t, query, free=True) is None]
-    if not able:
+    if highest is None:
         return 0.0
-    views = able[-1].views
-    room = sum(min(able[-1].spec.max_num_seqs, view.limit) for view in views)
-    filled = sum(view.taken for view in views) / max(room, 1)
-    return min(max((filled - PLENTY) / (1 - PLENTY), 0.0), 1.0)
+    room, filled, most = 0, 0, highest.spec.max_num_seqs
+    for replica in highest.replicas:
+        if replica.status is READY:
+            room += min(most, replica.limit)
+            filled += replica.slots
+    return min(max((filled / max(room, 1) - PLENTY) / (1 - PLENTY), 0.0), 1.0)
 
 
-def _choose(choice: Choice, within: Sequence[Estimate]) -> tuple[Estimate, Basis]:
+def _choose(query: Query, table: PolicyParameters, within: Sequence[Estimate]) -> tuple[Estimate, Basis]:
     """Choose among the tiers that meet the SLA. ``within`` is not empty, and sorted by rising precision."""
-    query, table = choice.query, choice.table
     if query.hint is not None:
         for estimate in within:
             if estimate.tier is query.hint:
@@ -355,11 +378,12 @@ def successors(tier: TierName, query: Query, fleet: FleetSnapshot, table: Policy
     if query.require:
         return ()
     spare = [
-        (other.spec.name, other.views[0].speed)
+        (other.spec.name, ready[0].speed)
         for other in fleet.tiers
-        if other.spec.name is not tier and _obstacle(other, query, free=False) is Refusal.AT_CAPACITY
+        if other.spec.name is not tier and (ready := other.ready) and _obstacle(other.spec, query, ready=True) is None
     ]
-    return _fallback_order(tier, spare, fleet.ranks, table.max_slowdown)
+    ranks = {other.spec.name: rank for rank, other in enumerate(fleet.tiers)}
+    return _fallback_order(tier, spare, ranks, table.max_slowdown)
 
 
 def fallbacks(decision: Decision) -> tuple[TierName, ...]:
@@ -392,7 +416,9 @@ def _fallback_order(
     return tuple(order)
 
 
-def _possible_in_s(tier: TierSnapshot, estimate: Estimate, choice: Choice, output_share: float) -> float | None:
+def _possible_in_s(
+    tier: TierSnapshot, estimate: Estimate, choice: Choice, request: Request, fleet: FleetSnapshot
+) -> float | None:
     """Predict in how many seconds a tier could serve the request as asked; None: never, as far as is known.
 
     Enough of its requests must end to leave free slots, and to meet the bounds where they are required. Where only recent
@@ -406,25 +432,27 @@ def _possible_in_s(tier: TierSnapshot, estimate: Estimate, choice: Choice, outpu
     if query.require and estimate.lossy:
         return None
     waits = []
-    for replica in tier.ready:
-        speed = replica.speed
+    for position, replica in enumerate(tier.replicas):
+        speed, output_share = replica.speed, request.output_share
+        if replica.status is not READY:
+            continue
         if speed is None:
             waits.append(UNKNOWN_RETRY_S)
             continue
-        to_read = uncached(query.tokens_to_read, replica.cached_tokens)
+        to_read = max(request.prompt_tokens - (tier.cached[position] if tier.cached else 0), 0)
         idle = speed.times(to_read, IDLE, spec.max_num_seqs, output_share, query.sequences)
         surely = math.exp(z * speed.tpot_spread)
         if (ttft_ms is not None and idle.ttft_ms * math.exp(z * speed.ttft_spread) > ttft_ms) or (
             tpot_ms is not None and idle.tpot_ms * surely > tpot_ms
         ):
             continue
-        limit = min(spec.max_in_flight, replica.limit)
-        ending = max(replica.taken + min(query.sequences, limit) - limit, 1)
+        load, limit = load_of(replica, tier.output_tokens[position], fleet.load), min(spec.max_in_flight, replica.limit)
+        ending = max(replica.slots + min(query.sequences, limit) - limit, 1)
         if tpot_ms is not None:
             fitting = max(n for n in range(1, spec.max_num_seqs + 1) if speed.step_ms(n) * surely <= tpot_ms)
-            ending = max(ending, replica.load.sequences + query.sequences - fitting)
-        wait_s = ending * speed.relief_ms(replica.load, spec.max_num_seqs, output_share) / 1000
-        waits.append(max(wait_s, replica.admits_in_s) or HALF_LIFE_S)
+            ending = max(ending, load.sequences + query.sequences - fitting)
+        wait_s = ending * speed.relief_ms(load, spec.max_num_seqs, output_share) / 1000
+        waits.append(max(wait_s, replica.breaker.admits_in_s) or HALF_LIFE_S)
     return min(waits, default=None)
 
 

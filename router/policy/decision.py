@@ -21,8 +21,8 @@ from tiers.spec import TierName
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from tiers.choice import Expectation
     from tiers.replica import Replica
-    from tiers.snapshot import Expectation
     from tiers.spec import ReplicaStatus, TierSpec
     from tiers.speed import SpeedModel
 
@@ -81,15 +81,6 @@ class PolicyParameters:
         if features.confidence >= SURE or features.prompt_class is PromptClass.UNKNOWN:
             return loss
         return mixed(loss, of_tier[PromptClass.UNKNOWN][complexity], features.confidence)
-
-    def bound(self, query: Query) -> float | None:
-        """Return the share of answers, 0..1, that a request lets get worse, else its class; None: there is no bound."""
-        asked = query.sla.max_quality_loss
-        return self.max_loss.get(query.features.prompt_class) if asked is None else asked
-
-    def allowed(self, tier: TierName, scarcity: float) -> float:
-        """Return the share of answers, 0..1, that may get worse on a tier while engine time is so scarce, 0..1."""
-        return self.negligible_loss + scarcity * max(self.budget(tier) - self.negligible_loss, 0.0)
 
     def budget(self, tier: TierName) -> float:
         """Return the share of answers, 0..1, that may get worse on a tier where engine time is as scarce as can be.
@@ -232,6 +223,7 @@ class Estimate(NamedTuple):
         slow: It breaks a bound on time, or may, for its times are not known; likewise ``lossy`` on loss.
         unfit: It loses more than the budget or the class's bound allows, or is below the hint.
         cached: Prompt tokens that need no prefill on the replica that would serve it.
+        meets: It can serve the request within the bounds asked for.
     """
 
     tier: TierName
@@ -251,11 +243,7 @@ class Estimate(NamedTuple):
     lossy: bool
     unfit: bool
     cached: int | None
-
-    @property
-    def meets(self) -> bool:
-        """Tell whether it can serve the request within the bounds asked for."""
-        return self.obstacle is None and not self.slow and not self.lossy
+    meets: bool
 
     @property
     def under_load(self) -> bool:
@@ -269,6 +257,10 @@ class Estimate(NamedTuple):
     @property
     def predicted_tpot_ms(self) -> float | None:
         return None if self.times is None else round(self.times.tpot_ms, 2)
+
+    @property
+    def rounded_cost(self) -> float | None:
+        return None if self.cost is None else round(self.cost, 4)
 
     def order(self, sort: Sort = "price") -> float:
         """Return what tiers are ordered by, least first; infinite where it is not known."""
@@ -294,6 +286,7 @@ class Choice(NamedTuple):
         z: The confidence asked for, as a quantile of the normal distribution.
         scarcity: Of engine time, 0..1.
         estimates: One for each tier, by rising precision.
+        bound: Share of answers, 0..1, that the request lets get worse, else its class; None: there is no bound.
         chosen: None: the request is refused.
         given_up: Bounds that no tier meets.
     """
@@ -306,17 +299,14 @@ class Choice(NamedTuple):
     chosen: Estimate | None = None
     basis: Basis = Basis.REFUSED
     given_up: tuple[Degraded, ...] = ()
+    bound: float | None = None
 
     @property
     def asked(self) -> list[Estimate]:
         """Return the tiers asked for: all, unless a hint is a condition."""
-        hint = self.query.hint if self.query.require else None
-        return [each for each in self.estimates if hint is None or each.tier is hint]
-
-    @property
-    def within(self) -> list[Estimate]:
-        """Return those that can serve now, within the bounds asked for."""
-        return [each for each in self.asked if each.meets]
+        if self.query.hint is None or not self.query.require:
+            return list(self.estimates)
+        return [each for each in self.estimates if each.tier is self.query.hint]
 
     def rank(self, tier: TierName | None) -> int:
         """Return a tier's place by rising precision; -1 of None."""
@@ -363,7 +353,10 @@ class Decision:
     @property
     def chosen(self) -> Estimate | None:
         """Return what was expected of the tier that is to serve the request, or None."""
-        return None if self.tier is None else self.estimate(self.tier)
+        for each in self.choice.estimates:
+            if each.tier is self.tier:
+                return each
+        return None
 
     @property
     def precision(self) -> str | None:

@@ -11,15 +11,16 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from msgspec import Struct, convert, structs, to_builtins
+from pydantic import Field, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from router.line_file import LineWriter
 from router.policy.decision import PolicyParameters, Query, Refusal
 from router.policy.profiles import ProfileError, first_fault
-from tiers.snapshot import FleetSnapshot  # noqa: TC001  pydantic reads these
-from tiers.spec import TierName  # noqa: TC001
+from tiers.snapshot import FleetSnapshot, KvCache, Pause, Trends, load_of
+from tiers.spec import TierName  # noqa: TC001  pydantic reads it
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +29,68 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision
 
 KEPT_FILES = 3
+
+
+# A replica's line is flat: some of its state's fields have other names there, and of groups each field has one.
+_RENAMED = {"status": "state", "prompt_tokens": "prompt_tokens_outstanding", "slots": "places"}
+_GROUPS: dict[str, tuple[type[Struct], tuple[str, ...]]] = {
+    "trends": (Trends, ("ttft_trend", "tpot_trend")),
+    "breaker": (Pause, ("breaker", "admits", "admits_in_s")),
+    "kv": (KvCache, ("kv_tokens", "kv_tokens_held", "kv_pressure")),
+}
+
+
+def _fleet_line(fleet: FleetSnapshot) -> dict[str, Any]:
+    """Return a snapshot as the log has it: each replica with its whole load and its trends at that time."""
+    line, tiers, now = structs.asdict(fleet), [], fleet.load.now if fleet.load is not None else 0.0
+    del line["load"]
+    for tier in fleet.tiers:
+        replicas = []
+        for n, (state, output_tokens) in enumerate(zip(tier.replicas, tier.output_tokens, strict=True)):
+            load, trends = load_of(state, output_tokens, fleet.load), state.trends.faded(now, state.speed)
+            replica = structs.asdict(structs.replace(state, load=load, trends=trends))
+            del replica["prompts_at"], replica["prefill_at"]
+            replica |= {logged: replica.pop(name) for name, logged in _RENAMED.items()}
+            for group, (_, names) in _GROUPS.items():
+                replica |= dict(zip(names, structs.astuple(replica.pop(group)), strict=True))
+            cached = None if tier.cached is None else tier.cached[n]
+            own = {"output_tokens_outstanding": output_tokens, "cached_tokens": cached, "home": n == tier.home}
+            replicas.append(replica | own)
+        tiers.append({"spec": tier.spec, "replicas": replicas, "preparing": tier.preparing})
+    found: dict[str, Any] = to_builtins(line | {"tiers": tiers}, enc_hook=str)
+    return found
+
+
+def _read_fleet(line: dict[str, Any]) -> FleetSnapshot:
+    """Return a snapshot from its line.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        tiers = [_read_tier(tier) for tier in line["tiers"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no fleet ({error})") from None
+    return convert(line | {"tiers": tiers}, FleetSnapshot, dec_hook=lambda kind, value: kind(value))
+
+
+def _read_tier(line: dict[str, Any]) -> dict[str, Any]:
+    states, cached = [], [replica.get("cached_tokens") for replica in line["replicas"]]
+    for replica in line["replicas"]:
+        state = replica | {name: replica[logged] for name, logged in _RENAMED.items() if logged in replica}
+        for group, (kind, names) in _GROUPS.items():
+            fields = zip(kind.__struct_fields__, names, strict=True)
+            state[group] = {field: replica[name] for field, name in fields if name in replica}
+        if replica.get("places") is None:
+            state["slots"] = replica["in_flight"]
+        states.append(state)
+    outputs = [replica["output_tokens_outstanding"] for replica in line["replicas"]]
+    home = next((n for n, replica in enumerate(line["replicas"]) if replica.get("home")), -1)
+    known = None if None in cached else cached
+    return line | {"replicas": states, "output_tokens": outputs, "cached": known, "home": home}
+
+
+LoggedFleet = Annotated[FleetSnapshot, PlainValidator(_read_fleet), PlainSerializer(_fleet_line)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +117,7 @@ class DecisionRecord:
     request_id: str
     policy: str
     query: Query
-    fleet: FleetSnapshot
+    fleet: LoggedFleet
     tier: TierName | None
     refusal: Refusal | None
     reason: str
@@ -143,12 +206,8 @@ class DecisionLog:
         )
         self._writer.put(_line(record), self._head)
 
-    def ended(self, outcome: OutcomeRecord) -> None:
+    def ended(self, outcome: OutcomeRecord | OverflowRecord) -> None:
         self._writer.put(_line(outcome), self._head)
-
-    def overflowed(self, record: OverflowRecord) -> None:
-        """Write what became of a request that no tier had a slot for."""
-        self._writer.put(_line(record), self._head)
 
     def close(self) -> None:
         """Write what is queued, and close the file. Waits for seconds at most."""

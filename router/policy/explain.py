@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from classifier import PromptClass
@@ -14,62 +13,14 @@ from router.policy.losses import one_in
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from router.policy.decision import Choice, Decision, Estimate, Query, Sort
-    from router.policy.losses import ExpectedLoss
-    from tiers.spec import ReplicaStatus, TierName
+    from router.policy.decision import Choice, Estimate, Query, Sort
+    from tiers.spec import TierName
 
 CHOSEN = "chosen"
 
 
-@dataclass(frozen=True, slots=True)
-class TierReport:
-    """What the policy predicts of one tier for this request at the present load. None: not known yet.
-
-    Attributes:
-        cost: Engine-seconds, times the tier's price.
-        verdict: ``chosen``, or why not.
-        cached_prompt_tokens: Tokens of the prompt that the replica that would serve it is likely to have in its cache.
-    """
-
-    tier: TierName
-    state: ReplicaStatus
-    predicted_ttft_ms: float | None
-    predicted_tpot_ms: float | None
-    expected_loss: ExpectedLoss | None
-    cost: float | None
-    verdict: str
-    cached_prompt_tokens: int | None = None
-
-
-def verdicts(decision: Decision) -> tuple[TierReport, ...]:
-    """Return a report on each tier, by rising precision."""
-    return tuple([_report(decision.choice, each) for each in decision.choice.estimates])
-
-
-def verdict(decision: Decision, tier: TierName) -> TierReport:
-    """Return the report on one tier.
-
-    Raises:
-        KeyError: The fleet had no such tier.
-    """
-    return _report(decision.choice, decision.estimate(tier))
-
-
-def _report(choice: Choice, estimate: Estimate) -> TierReport:
-    cost = estimate.cost
-    return TierReport(
-        tier=estimate.tier,
-        state=estimate.state,
-        predicted_ttft_ms=estimate.predicted_ttft_ms,
-        predicted_tpot_ms=estimate.predicted_tpot_ms,
-        expected_loss=estimate.loss,
-        cost=None if cost is None else round(cost, 4),
-        verdict=_verdict(choice, estimate),
-        cached_prompt_tokens=estimate.cached,
-    )
-
-
-def _verdict(choice: Choice, estimate: Estimate) -> str:
+def verdict(choice: Choice, estimate: Estimate) -> str:
+    """Return ``chosen``, or why a tier was not."""
     chosen = choice.chosen
     if chosen is not None and estimate.tier is chosen.tier:
         return CHOSEN
@@ -93,7 +44,7 @@ def reason(choice: Choice, longest: int) -> str:
     """
     chosen, query = choice.chosen, choice.query
     if chosen is None:
-        found = "; ".join([f"{each.tier} {_verdict(choice, each)}" for each in choice.asked])
+        found = "; ".join([f"{each.tier} {verdict(choice, each)}" for each in choice.asked])
         # Libraries know these words.
         return f"This model's maximum context length is {longest} tokens: {found}" if longest else found
     found = _why(choice, chosen)
@@ -129,22 +80,23 @@ def _kind(choice: Choice) -> str:
 
 
 def _chosen_text(choice: Choice, chosen: Estimate) -> str:
-    highest, loss, name, within = choice.estimates[-1].tier, chosen.loss, chosen.tier, choice.within
+    highest, loss, name = choice.estimates[-1].tier, chosen.loss, chosen.tier
+    within = [each for each in choice.asked if each.meets]
     if choice.basis is Basis.BUDGET:
         wrong = f"{name} would get {one_in(loss.mean)} answers wrong that {highest} gets right ({loss.basis})"
-        return f"{wrong}, within the loss budget while engine time is scarce, and {_cheap_text(choice, chosen)}"
+        return f"{wrong}, within the loss budget while engine time is scarce, and {_cheap_text(choice, chosen, within)}"
     worse = [each for each in within if each.loss.mean > max(loss.mean, choice.table.negligible_loss)]
     parts = [_wrong_text(worse, highest)] if worse else []
     if choice.basis is Basis.NEGLIGIBLE:
         good = "loses nothing" if loss.mean == 0 else f"is as good ({one_in(loss.mean)} gets worse, {loss.basis})"
-        parts.append(f"{name} {good}, and {_cheap_text(choice, chosen)}")
+        parts.append(f"{name} {good}, and {_cheap_text(choice, chosen, within)}")
     alone = f"no tier but {name} serves now" if len(within) == 1 else f"no tier loses less than {name}"
     return "; ".join(parts) or alone
 
 
-def _cheap_text(choice: Choice, chosen: Estimate) -> str:
+def _cheap_text(choice: Choice, chosen: Estimate, within: Sequence[Estimate]) -> str:
     """Return what speaks for a tier among those that lose little enough."""
-    fit = [each for each in choice.within if not each.unfit]
+    fit = [each for each in within if not each.unfit]
     others = [f"{each.tier} {each.cost:.2g}" for each in fit if each.tier is not chosen.tier and each.cost is not None]
     if chosen.under_load and others:
         return f"takes {chosen.order():.2g} engine-seconds ({', '.join(others)})"
@@ -166,9 +118,8 @@ def _unfit(choice: Choice, estimate: Estimate) -> str:
     query, name = choice.query, estimate.tier
     if choice.rank(name) < choice.rank(query.hint):
         return f"hint {query.hint} wants {query.hint} or higher"
-    bound = choice.table.bound(query)
-    if bound is not None and estimate.worst > bound:
-        return f"{_kind(choice)}: {name} may get {estimate.worst:.3f} of answers wrong, {bound:g} is allowed"
+    if choice.bound is not None and estimate.worst > choice.bound:
+        return f"{_kind(choice)}: {name} may get {estimate.worst:.3f} of answers wrong, {choice.bound:g} is allowed"
     wrong = one_in(estimate.loss.mean)
     return f"{_kind(choice)}: {name} would get {wrong} answers wrong, more than policy.loss_budget allows"
 

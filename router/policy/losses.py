@@ -93,10 +93,6 @@ class ExpectedLoss:
     high: float
     answers: int = 0
 
-    def at(self, z: float) -> float:
-        """Return the upper bound of the loss at a one-sided confidence, given as a quantile of the normal distribution."""
-        return min(self.mean + (self.high - self.mean) * z / Z95, 1.0)
-
     @property
     def basis(self) -> str:
         return f"measured on {self.answers} answers" if self.answers else "published"

@@ -5,30 +5,34 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from router.policy.decide import fallbacks
-from router.policy.explain import verdicts
+from router.policy.explain import verdict
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from classifier import PromptFeatures
-    from router.policy.decision import Decision
-    from router.policy.explain import TierReport
+    from router.policy.decision import Decision, Estimate
     from router.policy.losses import ExpectedLoss
     from router.policy.table import PolicyStore
 
 
-def render_verdict(verdict: TierReport) -> dict[str, Any]:
-    loss = render_loss(verdict.expected_loss) if verdict.expected_loss is not None else {}
+def render_estimates(decision: Decision) -> list[dict[str, Any]]:
+    """Return what was expected of each tier, and why it was chosen or not, by rising precision."""
+    return [_estimate(each, verdict(decision.choice, each)) for each in decision.choice.estimates]
+
+
+def _estimate(estimate: Estimate, verdict: str) -> dict[str, Any]:
+    loss = render_loss(estimate.loss)
     return {
-        "tier": verdict.tier,
-        "state": verdict.state.value,
-        "predicted_ttft_ms": verdict.predicted_ttft_ms,
-        "predicted_tpot_ms": verdict.predicted_tpot_ms,
-        "expected_loss": loss.get("mean"),
-        "expected_loss_interval": [loss["low"], loss["high"]] if loss else None,
-        "loss_answers": loss.get("answers"),
-        "cost": verdict.cost,
-        "cached_prompt_tokens": verdict.cached_prompt_tokens,
-        "verdict": verdict.verdict,
+        "tier": estimate.tier,
+        "state": estimate.state.value,
+        "predicted_ttft_ms": estimate.predicted_ttft_ms,
+        "predicted_tpot_ms": estimate.predicted_tpot_ms,
+        "expected_loss": loss["mean"],
+        "expected_loss_interval": [loss["low"], loss["high"]],
+        "loss_answers": loss["answers"],
+        "cost": estimate.rounded_cost,
+        "cached_prompt_tokens": estimate.cached,
+        "verdict": verdict,
     }
 
 
@@ -53,7 +57,7 @@ def render_decision(decision: Decision) -> dict[str, Any]:
         "fallbacks": list(fallbacks(decision)),
         "degraded": list(decision.degraded),
         "retry_after_s": decision.retry_after_s,
-        "tiers": [render_verdict(v) for v in verdicts(decision)],
+        "tiers": render_estimates(decision),
     }
 
 

@@ -25,7 +25,7 @@ from router.policy.profiles import (
     load_profile,
     profile_name,
 )
-from router.settings import LikeTier
+from router.policy.settings import LikeTier
 from tiers.spec import PRECISIONS, UNKNOWN
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from router.policy.decision import Decision, Query
     from router.policy.losses import ExpectedLoss, Kind, Losses
     from router.policy.profiles import AnswerCount
-    from router.settings import PolicySettings
+    from router.policy.settings import PolicySettings
     from tiers.fleet import Fleet
     from tiers.spec import TierName, TierSpec
     from tiers.speed import SpeedModel
@@ -76,7 +76,7 @@ class PolicyStore:
         self.table = policy_table(settings, fleet.specs)
         self._load()
 
-    def take(self, settings: PolicySettings) -> None:
+    def use(self, settings: PolicySettings) -> None:
         """Take new settings; requests that are being served keep their decisions."""
         self._settings = settings
         self._load()
@@ -163,9 +163,9 @@ class PolicyStore:
         """Load profiles that are made or changed, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
-            self.take_up()
+            self.reload()
 
-    def take_up(self) -> None:
+    def reload(self) -> None:
         """Load the profiles again if one was made, changed or removed, or a tier serves another precision."""
         if self._state() != self._seen:
             self._load()
@@ -209,7 +209,7 @@ class PolicyStore:
         if speeds != self._fleet.speeds:
             self._fleet.speeds = speeds
             for replica in self._fleet.replicas:
-                replica.speed = None
+                replica.update(speed=None)
 
 
 def policy_table(

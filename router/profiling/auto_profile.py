@@ -56,6 +56,9 @@ class AutoProfile:
         policy: Loads new profiles.
         model: The served model's display name.
         requests: Number of requests so far, and of those that are open.
+
+    Attributes:
+        client: Of the engines, while they are idle.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class AutoProfile:
     ) -> None:
         self._fleet, self._policy = fleet, policy
         self._folder, self._latency_s = settings.policy.profiles, settings.profile.latency_s
-        self._client = IdleClient(fleet, model, settings.profile.idle_s, requests)
+        self.client = IdleClient(fleet, model, settings.profile.idle_s, requests)
         self._tried: set[Attempt] = set()
         why = ""
         if not settings.profile.auto:
@@ -88,7 +91,7 @@ class AutoProfile:
         """
         state, detail = self._state, self._detail
         if self._what is not None:
-            running = self._client.asking or 0 < self._total == self._done
+            running = self.client.asking or 0 < self._total == self._done
             state, detail = ("running", "") if running else ("waiting", "requests go first")
         return {
             "state": state,
@@ -118,11 +121,11 @@ class AutoProfile:
 
     async def aclose(self) -> None:
         """Close the connections to the engines, once ``run`` was cancelled."""
-        await self._client.aclose()
+        await self.client.aclose()
 
     async def _look(self) -> None:
         """Measure what is missing now."""
-        states = {tier.state for tier in self._fleet.snapshot().tiers}
+        states = {tier.status for tier in self._fleet.snapshot().tiers}
         if any(replica.source is not None for replica in self._fleet.replicas):  # added while the router runs
             self._show("waiting", ELSEWHERE)
         elif ReplicaStatus.READY not in states or not states <= SETTLED:
@@ -131,7 +134,7 @@ class AutoProfile:
             self._show("done", "")
         else:
             with only_one(self._folder):
-                self._policy.take_up()  # profiles made by hand since then
+                self._policy.reload()  # profiles made by hand since then
                 if missing := self._missing("latency"):
                     await self._latency(missing)
                 if missing := self._missing("quality"):
@@ -153,7 +156,7 @@ class AutoProfile:
         plan = LatencyPlan(self._latency_s / STEPS, tiers, self._latency_s, attempts=math.inf)
         async with self._fleet.measuring:
             self._show("waiting", "", "latency")
-            profile = await measure_latency(self._client, plan, self._step)
+            profile = await measure_latency(self.client, plan, self._step)
         self._keep("latency", tiers, keep_latency(self._folder, profile))
 
     async def _quality(self, tiers: tuple[TierName, ...]) -> None:
@@ -161,17 +164,17 @@ class AutoProfile:
         journal = self._folder / JOURNAL
         plan = Plan(tasks, SUITE, journal, PARALLEL, worth=self._policy.worth, keep=self._learn)
         self._show("waiting", "", "quality")
-        profile = await measure(self._client, plan, self._step)
+        profile = await measure(self.client, plan, self._step)
         self._keep("quality", tiers, keep_quality(self._folder, profile))
 
     def _learn(self, profile: QualityProfile) -> None:
         keep_quality(self._folder, profile)
-        self._policy.take_up()
+        self._policy.reload()
 
     def _keep(self, what: What, tiers: tuple[TierName, ...], path: Path) -> None:
         self._tried.add(self._attempt(what, tiers))
         log.info("measured %s in %.0f s: %s", what, time.time() - self._since, path)
-        self._policy.take_up()
+        self._policy.reload()
         self._what = None
 
     def _step(self, _step: str, done: int, total: int) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import httpx
 
 from router.policy.profiles import ProfileError
+from router.profiling.scoring import COMPLETIONS
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ BUSY_WAIT_S, LONGEST_WAIT_S = 1.0, 10.0  # before a refused request is sent agai
 MAX_WAIT_S = 600.0  # for others' requests to end, or for a slot of a full or absent tier
 ANSWER_TIMEOUT_S = 900.0
 TRY_LATER = {httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE}
-COMPLETIONS = "/v1/completions"
 
 
 def first_of(errors: BaseExceptionGroup[ProfileError]) -> ProfileError:
@@ -145,7 +145,7 @@ class Client(ABC):
         path: str,
         tier: TierName,
         body: Mapping[str, Any],
-        waiting: Callable[[], None],
+        waiting: Callable[[], None] = lambda: None,
         adapter: str | None = None,
     ) -> Any:
         """Return a tier's whole answer, computed while nobody else is served.
@@ -162,7 +162,7 @@ class Client(ABC):
         """
         deadline = time.monotonic() + MAX_WAIT_S
         while True:
-            await self._until_quiet(waiting)
+            await self.until_quiet(waiting)
             async with self._send(tier, path, body, adapter) as response:
                 await response.aread()
             if response.status_code == httpx.codes.OK:
@@ -195,7 +195,7 @@ class Client(ABC):
                 await response.aread()
             await _later(tier, response, deadline)
 
-    async def _until_quiet(self, waiting: Callable[[], None]) -> None:
+    async def until_quiet(self, waiting: Callable[[], None] = lambda: None) -> None:
         """Wait while others' requests are served. One look serves all waiting callers."""
         deadline, pause_s = time.monotonic() + self.patience_s, SHORTEST_LOOK_S
         async with self._looking:
@@ -255,7 +255,7 @@ class RouterClient(Client):
 
     async def undisturbed(self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]) -> bool:
         self._quiet_until = 0.0
-        await self._until_quiet(waiting)
+        await self.until_quiet(waiting)
         before, answered = (await self.fleet()).served, self._served
         await step()
         after, own = await self.fleet(), self._served - answered

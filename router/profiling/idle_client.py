@@ -65,7 +65,7 @@ class IdleClient(Client):
 
     async def fleet(self) -> FleetState:
         fleet = self._fleet
-        ready = [r.spec.name for r in fleet.replicas if r.state is ReplicaStatus.READY]
+        ready = [r.spec.name for r in fleet.replicas if r.state.status is ReplicaStatus.READY]
         return FleetState(
             self._model,
             fleet.machine,
@@ -84,7 +84,7 @@ class IdleClient(Client):
         path: str,
         tier: TierName,
         body: Mapping[str, Any],
-        waiting: Callable[[], None],
+        waiting: Callable[[], None] = lambda: None,
         adapter: str | None = None,
     ) -> Any:
         """See ``Client``; sends cancelled requests again."""
@@ -93,7 +93,7 @@ class IdleClient(Client):
                 return await super().ask(path, tier, body, waiting, adapter)
 
     async def undisturbed(self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]) -> bool:
-        await self._until_quiet(waiting)
+        await self.until_quiet(waiting)
         before = self._preemptions, self._requests()
         try:
             await step()
@@ -118,7 +118,7 @@ class IdleClient(Client):
         replica = lease.replica
         priority = {"priority": PRIORITIES["batch"]} if replica.takes_priority else {}
         headers = {"authorization": f"Bearer {replica.api_key}"} if replica.api_key else {}
-        body = {**body, "temperature": 0, "model": replica.serving(adapter), **priority}
+        body = {**body, "temperature": 0, "model": adapter or replica.model, **priority}
         try:
             async with asyncio.timeout(None) as running:
                 self._leases[lease], self._fleet.preempt = running, self.preempt
@@ -147,6 +147,6 @@ class IdleClient(Client):
         replicas = self._fleet.replicas
         return (
             self._requests()[1] > 0
-            or sum(r.in_flight for r in replicas) > len(self._leases)
-            or any(r.state in STARTING for r in replicas)
+            or sum(r.state.in_flight for r in replicas) > len(self._leases)
+            or any(r.state.status in STARTING for r in replicas)
         )

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from classifier import Complexity, EstimatingCounter, PromptClass, extract
 from router.policy.profiles import REFERENCE, Frozen, ProfileError, QualityProfile, first_fault
-from router.profiling.quality import Judged, count
+from router.profiling.scoring import Judged, count
 from tiers.spec import TierName
 
 if TYPE_CHECKING:

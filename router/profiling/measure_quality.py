@@ -13,12 +13,12 @@ import json
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from router.policy.profiles import REFERENCE, ProfileError, QualityProfile
 from router.profiling.client import first_of
-from router.profiling.quality import Judged, Scores, count, score
-from router.profiling.scoring import answer_body, read_greedy, read_scored, scoring_body, text_of
+from router.profiling.scoring import CHAT, COMPLETIONS, Judged, answer_body, count, score, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -188,7 +188,7 @@ class _Run:
         diagnosed = tier is not REFERENCE and self._scored[tier, task.kind] < self._plan.diagnosed
         self._scored[tier, task.kind] += diagnosed
         body = answer_body(task.messages, task.max_tokens, scored=diagnosed)
-        answer = await self._ask("/v1/chat/completions", tier, body)
+        answer = await self._ask(CHAT, tier, body)
         self._keep(
             Judged(
                 task=task.digest,
@@ -196,16 +196,9 @@ class _Run:
                 complexity=task.complexity,
                 tier=tier,
                 right=await asyncio.to_thread(task.check.passes, text_of(answer)),
-                scores=await self._score(answer) if diagnosed else None,
+                scores=await score(answer, partial(self._ask, COMPLETIONS, REFERENCE)) if diagnosed else None,
             )
         )
-
-    async def _score(self, answer: Mapping[str, Any]) -> Scores | None:
-        greedy = read_greedy(answer)
-        if not greedy.ids:
-            return None
-        scored = read_scored(await self._ask("/v1/completions", REFERENCE, scoring_body(greedy)), greedy)
-        return score(greedy.ids, greedy.own, scored)
 
     async def _ask(self, path: str, tier: TierName, body: Mapping[str, Any]) -> dict[str, Any]:
         async with self._slots[tier]:

@@ -1,8 +1,8 @@
 """Shadow evaluation: compares the cheap tiers' answers to live prompts with the highest precision's, while engines are idle.
 
-A sample of the prompts that a cheap tier served is kept in memory. When nothing is in flight, that tier and the reference
+A sample of the prompts that a cheap tier served is kept in memory. While nobody is served, that tier and the reference
 answer one again, greedily. Numbers, choices, JSON and code are compared; nobody knows which of two answers is right, so the
-share that differs is an upper bound of the loss. The regret of all tokens is reported (``router.profiling.quality``).
+share that differs is an upper bound of the loss. The regret of all tokens is reported (``router.profiling.scoring``).
 Both show drift, of the traffic or of an engine, against the profile; decisions do not depend on them.
 """
 
@@ -11,60 +11,39 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import secrets
 from collections import deque
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from classifier import PromptClass
-from router.policy.decision import PRIORITIES
-from router.policy.profiles import REFERENCE
+from router.policy.profiles import REFERENCE, ProfileError
 from router.profiling.answer_text import same_answer
-from router.profiling.quality import score
-from router.profiling.scoring import answer_body, read_greedy, read_scored, scoring_body, text_of
-from router.upstream.engine_request import EngineRequest
-from router.upstream.engine_stream import BufferedAnswer
-from router.upstream.errors import UpstreamError
-from router.upstream.json_object import read_json
+from router.profiling.scoring import CHAT, COMPLETIONS, answer_body, score, text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from router.policy.decision import Decision
-    from router.profiling.quality import Scores
+    from router.profiling.idle_client import IdleClient
+    from router.profiling.scoring import Scores
     from router.telemetry.tracing import Telemetry
-    from router.upstream.client import Upstream
     from tiers.fleet import Fleet
     from tiers.spec import TierName
 
-CHAT = "/v1/chat/completions"
 log = logging.getLogger(f"qarr.{__name__}")
 ANSWER_TOKENS = 64
 KEPT_PROMPTS = 100
 WINDOW = 50  # answers of the rolling figures
-LOOK_S = 0.5
-QUIET_LOOKS = 2  # in a row without requests in flight, before the first check
+LOOK_S = 0.5  # for samples
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(NamedTuple):
     """A prompt to answer again, and the tier for it."""
 
-    decision: Decision
+    kind: PromptClass
     messages: Sequence[Any]
     tier: TierName
-
-
-def _check_request(document: Mapping[str, Any], path: str = CHAT, operation: str = "chat") -> EngineRequest:
-    """Return a request of the evaluation to an engine, with the lowest priority."""
-    return EngineRequest(
-        document=document,
-        path=path,
-        operation=operation,
-        request_id=f"check-{secrets.token_hex(8)}",
-        streamed=False,
-        priority=PRIORITIES["batch"],
-    )
 
 
 @dataclass(slots=True)
@@ -108,8 +87,8 @@ class ShadowEvaluation:
         drifts: By class and tier.
     """
 
-    def __init__(self, share: float, fleet: Fleet, upstream: Upstream, telemetry: Telemetry) -> None:
-        self.share, self._fleet, self._upstream, self._telemetry = share, fleet, upstream, telemetry
+    def __init__(self, share: float, fleet: Fleet, client: IdleClient, telemetry: Telemetry) -> None:
+        self.share, self._fleet, self._client, self._telemetry = share, fleet, client, telemetry
         self._samples: deque[Sample] = deque(maxlen=KEPT_PROMPTS)
         self.drifts: dict[tuple[PromptClass, TierName], Drift] = {}
 
@@ -118,49 +97,40 @@ class ShadowEvaluation:
         if messages is None or decision.query.adapter is not None or tier is REFERENCE:
             return  # an adapter's loss is not the model's
         if random.random() < self.share:  # noqa: S311  no secret
-            self._samples.append(Sample(decision, messages, tier))
+            self._samples.append(Sample(decision.query.features.prompt_class, messages, tier))
 
     async def run(self) -> None:
         """Check samples while the engines are idle, until cancelled."""
-        quiet = 0
         while True:
-            quiet = 0 if any(r.in_flight for r in self._fleet.replicas) else quiet + 1
-            if self._samples and quiet > QUIET_LOOKS:
+            await self._client.until_quiet()
+            if self._samples:
                 await self._check(self._samples.popleft())
             else:
                 await asyncio.sleep(LOOK_S)
 
     async def _check(self, sample: Sample) -> None:
-        kind = sample.decision.query.features.prompt_class
-        if not (self._fleet.is_ready(sample.tier) and self._fleet.is_ready(REFERENCE)):
+        kind, _, tier = sample
+        if not (self._fleet.is_ready(tier) and self._fleet.is_ready(REFERENCE)):
             return
-        with self._telemetry.live_check(kind, sample.tier) as span:
+        with self._telemetry.live_check(kind, tier) as span:
             try:
-                same, scores = await self._compare(sample)
-            except (UpstreamError, ValueError, LookupError, TypeError, AttributeError) as error:
-                log.warning("live check on %s: %s", sample.tier, type(error).__name__)
+                async with self._fleet.measuring:
+                    same, scores = await self._compare(sample)
+            except (ProfileError, ValueError, LookupError, TypeError, AttributeError) as error:
+                log.warning("live check on %s: %s", tier, error)
                 return
-            drift = self.drifts.setdefault((kind, sample.tier), Drift())
-            drift.add(scores, same=same)
+            self.drifts.setdefault((kind, tier), Drift()).add(scores, same=same)
             self._telemetry.record_live_check(span, scores.regret / max(scores.tokens, 1), same=same)
 
     async def _compare(self, sample: Sample) -> tuple[bool | None, Scores]:
         """Return whether both answers are the same, None if they cannot be compared; and the tier's scores."""
-        scored = _check_request(answer_body(sample.messages, ANSWER_TOKENS, scored=True))
-        plain = _check_request(answer_body(sample.messages, ANSWER_TOKENS, scored=False))
-        own, theirs = await self._ask(sample, sample.tier, scored), await self._ask(sample, REFERENCE, plain)
-        answer = read_greedy(own)
-        scoring = _check_request(scoring_body(answer), "/v1/completions", "text_completion")
-        reference = read_scored(await self._ask(sample, REFERENCE, scoring), answer)
-        numbers = sample.decision.query.features.prompt_class is PromptClass.MATH
-        same = await asyncio.to_thread(same_answer, text_of(own), text_of(theirs), numbers=numbers)
-        return same, score(answer.ids, answer.own, reference)
 
-    async def _ask(self, sample: Sample, tier: TierName, request: EngineRequest) -> Any:
-        query = replace(sample.decision.query, max_tokens=ANSWER_TOKENS, sequences=1)
-        there = replace(sample.decision, tier=tier, query=query)
-        answer = await self._upstream.open(there, request, elsewhere=False)
-        assert isinstance(answer, BufferedAnswer)
-        answer.usage = {}  # its length must not affect the expected length of callers' answers
-        await answer.aclose()
-        return read_json(answer.content)
+        async def ask(tier: TierName, *, diagnosed: bool) -> Any:
+            body = answer_body(sample.messages, ANSWER_TOKENS, scored=diagnosed)
+            return await self._client.ask(CHAT, tier, body)
+
+        own, theirs = await ask(sample.tier, diagnosed=True), await ask(REFERENCE, diagnosed=False)
+        scores = await score(own, partial(self._client.ask, COMPLETIONS, REFERENCE))
+        numbers = sample.kind is PromptClass.MATH
+        same = await asyncio.to_thread(same_answer, text_of(own), text_of(theirs), numbers=numbers)
+        return same, scores

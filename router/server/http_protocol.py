@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-    from router.settings import ServerSettings
+    from router.server.settings import ServerSettings
 
     Refusal = Callable[[Exception, str], Response]  # of an error and a path
 

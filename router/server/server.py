@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
+    from router.server.settings import ServerSettings
     from router.server.tls import Tls
-    from router.settings import ServerSettings
 
 POLL_S = 0.05
 IDLE_S = 5  # after a handover, for which idle connections may still send a request

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from starlette.types import Scope
 
-    from router.settings import TelemetrySettings
     from router.telemetry.record import RequestRecord
+    from router.telemetry.settings import TelemetrySettings
 
 ROUTER_FILE = "router-{port}.log"
 OLD_FILES = 3
@@ -43,8 +43,7 @@ _PLAIN = "/:@{}+,;=~"  # characters of a path that are not quoted, beside letter
 SHOWN_BY_THE_COMMAND = "qarr.tiers.lifecycle"  # states of replicas: `qarr up` has its own lines for them
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SECONDS = 10_000.0  # times from this many milliseconds on are shown in seconds
-_SERVER_ERROR = 500
-_CLIENT_ERROR = 400
+SERVER_ERROR, CLIENT_ERROR = 500, 400  # HTTP: the first of each kind
 
 log = logging.getLogger("qarr.request")
 
@@ -72,63 +71,55 @@ def begin_request(request_id: str, trace_id: str) -> None:
     _REQUEST.set(RequestIds(request_id, trace_id, time.monotonic()))
 
 
-def log_request(record: RequestRecord) -> None:
+def log_request(record: RequestRecord, level: int) -> None:
+    """Log a request that has ended; nobody asks for it below the level of ``log``."""
     if (ids := _REQUEST.get()) is not None and ids.request_id == record.request_id:
         ids.recorded = True
-    outcome = record.outcome
-    level = logging.WARNING if outcome is Outcome.REFUSED or outcome is Outcome.ERROR else logging.INFO
-    if (current := Logging.current) is not None:
-        current.request(record, level)
-    elif log.isEnabledFor(level):
-        fields = render_summary(record)
-        log.log(level, "%s", request_line(fields), extra={"fields": {"event": "request", **fields}})
+    fields = {"event": "request", **render_summary(record)}
+    if (current := Logging.current) is None:
+        log.log(level, "%s", request_line(fields), extra={"fields": fields})
+        return
+    text, whose = f"POST {record.route} {fields['outcome']}", (record.request_id, record.trace_id)
+    current.put(made_record(log.name, level, text, fields=fields, ids=whose))
 
 
 def log_failure(scope: Scope, status: int) -> None:
-    """Log a request that has failed, unless it has a line already; status 0: there was no answer."""
+    """Log a request that was answered with an error, unless it has a line already."""
     ids = _REQUEST.get()
-    if status < _CLIENT_ERROR or ids is None or ids.recorded or scope["path"] in NOT_LOGGED:
+    if ids is None or ids.recorded or scope["path"] in NOT_LOGGED:
         return
     method, route = scope["method"], quote(scope["path"], safe=_PLAIN)[:PATH_CHARS]
     took_ms = (time.monotonic() - ids.began) * 1000
     fields = {"event": "http", "method": method, "route": route, "status": status, "duration_ms": round(took_ms, 1)}
-    level = logging.WARNING if status >= _SERVER_ERROR else logging.INFO
+    level = logging.WARNING if status >= SERVER_ERROR else logging.INFO
     log.log(level, "%s %s %d in %s", method, route, status, shown_ms(took_ms), extra={"fields": fields})
 
 
 def request_line(record: Mapping[str, Any]) -> str:
     """Return a request, as ``render_summary`` gives it, in one line without its ids; unknown values are left out."""
-    parts = [f"POST {record['route']} {record['outcome']}"]
-    if record["error"]:
-        parts.append(f"({record['error']})")
-    parts.append(f"class={record['class']}")
     served, decided = record["served_by"], record["tier"]
-    if served or decided:
-        instead_of = f"(for {decided})" if served and decided not in {served, None} else ""
-        parts.append(f"tier={served or decided}{instead_of}")
-    parts.extend(f"{name}={record[name]}" for name in ("overflow", "overflow_failure") if record.get(name))
-    parts.extend(
-        f"{name}={shown_ms(record[key])}"
-        for name, key in (("queue", "queue_ms"), ("ttft", "ttft_ms"), ("tpot", "tpot_ms"))
-        if record[key]
-    )
-    parts.append(f"tokens={record['prompt_tokens']}+{record['output_tokens']}")
-    parts.append(f"total={shown_ms(record['duration_ms'])}")
-    if record["overhead_ms"] is not None:
-        parts.append(f"overhead={shown_ms(record['overhead_ms'])}")
-    if record["sla_met"] is False:
-        parts.append("sla=missed")
-    if record["degraded"]:
-        parts.append("degraded=" + ",".join(record["degraded"]))
-    if record["attempts_failed"]:
-        parts.append(f"retries={record['attempts_failed']}")
-    if record["continued_on"]:
-        parts.append("continued_on=" + ",".join(record["continued_on"]))
-    if record["key"]:
-        parts.append(f"key={record['key']}")
-    if record["outcome"] == Outcome.REFUSED or record["outcome"] == Outcome.ERROR:
-        parts.append(f"why: {record['reason']}")
-    return " ".join(parts)
+    instead_of = f"(for {decided})" if served and decided not in {served, None} else ""
+    times = {name: shown_ms(record[f"{name}_ms"]) if record[f"{name}_ms"] else "" for name in ("queue", "ttft", "tpot")}
+    shown = {
+        "class": record["class"],
+        "tier": f"{served or decided}{instead_of}" if served or decided else "",
+        "overflow": record.get("overflow"),
+        "overflow_failure": record.get("overflow_failure"),
+        **times,
+        "tokens": f"{record['prompt_tokens']}+{record['output_tokens']}",
+        "total": shown_ms(record["duration_ms"]),
+        "overhead": shown_ms(record["overhead_ms"]) if record["overhead_ms"] is not None else "",
+        "sla": "missed" if record["sla_met"] is False else "",
+        "degraded": ",".join(record["degraded"]),
+        "retries": record["attempts_failed"],
+        "continued_on": ",".join(record["continued_on"]),
+        "key": record["key"],
+    }
+    error = f" ({record['error']})" if record["error"] else ""
+    line = f"POST {record['route']} {record['outcome']}{error} "
+    line += " ".join(f"{name}={value}" for name, value in shown.items() if value)
+    wrong = record["outcome"] == Outcome.REFUSED or record["outcome"] == Outcome.ERROR
+    return f"{line} why: {record['reason']}" if wrong else line
 
 
 def shown_ms(milliseconds: float | None) -> str:
@@ -153,11 +144,12 @@ class Logging:
         self._stderr = _Stream(telemetry)
         self._file: _File | None = None
         self._writer = Writer(self._stderr)
+        self.put = self._writer.put
         self._handler = _Queued(self._writer.queue)
         self._handler.put = self._writer.put
         logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # nobody reads them of a record
         logging.basicConfig(level=logging.WARNING, handlers=[self._handler], force=True)
-        logging.getLogger("qarr").setLevel(min(_level(telemetry), logging.INFO))
+        self.set_level(telemetry)
         Logging.current = self
         atexit.register(self.stop)
 
@@ -185,23 +177,18 @@ class Logging:
         file.requests = wanted != "stderr"
         stderr.requests &= wanted != "auto" or stderr.json
         self._writer.handlers = (stderr, file)
+        self.set_level(self._telemetry)
         return path if file.requests and not stderr.requests else None
 
     def set_level(self, telemetry: TelemetrySettings) -> None:
+        """Take a level over. Lines of requests that end well are not made where neither place is for them."""
         level = _level(telemetry)
         logging.getLogger("qarr").setLevel(min(level, logging.INFO))
         self._stderr.setLevel(level)
         if self._file is not None:
             self._file.setLevel(min(level, logging.INFO))
-
-    def request(self, record: RequestRecord, level: int) -> None:
-        """Write the line of a request that has ended, to what such lines are for; of one that went wrong, to both."""
-        if level < logging.WARNING and not any(handler.requests for handler in (self._stderr, self._file) if handler):
-            return
-        fields = render_summary(record)
-        text = f"POST {record.route} {fields['outcome']}"
-        ids = record.request_id, record.trace_id
-        self._writer.put(made_record("qarr.request", level, text, fields={"event": "request", **fields}, ids=ids))
+        wanted = any(place is not None and place.requests for place in (self._stderr, self._file))
+        log.setLevel(logging.INFO if wanted else logging.WARNING)
 
     def say(self, write: Callable[[], None]) -> None:
         """Have the thread write something else to standard error, in order."""
@@ -211,6 +198,7 @@ class Logging:
         """Write what is queued, and release the log; return False if it cannot be written, as to a stopped terminal."""
         logging.getLogger().removeHandler(self._handler)
         Logging.current = None
+        log.setLevel(logging.NOTSET)
         atexit.unregister(self.stop)
         written = self._writer.close()
         if written and self._file is not None:
@@ -291,11 +279,8 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line; it is made once, for its size is asked for before it is written."""
         made: str | None = getattr(record, "json", None)
-        if made is None:
-            made = record.__dict__["json"] = self._made(record)
-        return made
-
-    def _made(self, record: logging.LogRecord) -> str:
+        if made is not None:
+            return made
         line: dict[str, Any] = {
             "at": round(record.created, 3),
             "level": record.levelname.lower(),
@@ -311,9 +296,11 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         try:
-            return to_json(line, fallback=str, inf_nan_mode="constants").decode()
+            made = to_json(line, fallback=str, inf_nan_mode="constants").decode()
         except ValueError:  # a lone surrogate, which the file's own encoding escapes
-            return json.dumps(line, ensure_ascii=False, default=str, separators=(",", ":"))
+            made = json.dumps(line, ensure_ascii=False, default=str, separators=(",", ":"))
+        record.__dict__["json"] = made
+        return made
 
 
 class TextFormatter(logging.Formatter):

@@ -1,18 +1,22 @@
-"""The record of a request that has ended: metrics, logs and pages are made from it."""
+"""What a request went through, and the record of one that has ended: metrics, logs, spans and pages are made from it."""
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from router.policy.decision_log import OutcomeRecord
-from router.policy.explain import verdicts
-from router.policy.render import render_verdict
+from router.policy.render import render_estimates
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from opentelemetry.trace import Span
+
     from router.policy.decision import Decision, Priority
     from router.policy.decision_log import DecisionLog
-    from router.telemetry.journey import Journey
     from tiers.spec import TierName
 
 
@@ -31,6 +35,130 @@ class KeptFor(StrEnum):
     RECENT = "recent"
     ERROR = "error"
     SLA_MISS = "sla_miss"
+
+
+@dataclass(slots=True, eq=False)
+class Hop:
+    """A request to an engine or to the overflow. Times are in seconds by the monotonic clock.
+
+    Attributes:
+        operation: GenAI's name of it.
+        model: As the engine calls it.
+        tier: None: the overflow is asked.
+        number: Attempts that failed before this one.
+        first_token_at: None: there was none yet.
+        ended: None: it has not ended yet.
+        result: Span attributes that are known at its end.
+        message: What its exception says; empty: there was none.
+        span: Until it ends, where the request is traced.
+        headers: That tell the engine of its trace.
+    """
+
+    operation: str
+    model: str
+    url: str
+    began: float
+    tier: TierName | None = None
+    replica: str = ""
+    precision: str = ""
+    checkpoint: str = ""
+    number: int = 0
+    overflow: str = ""
+    first_token_at: float | None = None
+    ended: float | None = None
+    result: dict[str, Any] = field(default_factory=dict)
+    message: str = ""
+    span: Span | None = None
+    headers: Sequence[tuple[bytes, bytes]] = ()
+
+
+class Event(NamedTuple):
+    """An event of the server span; ``at`` is in seconds by the monotonic clock."""
+
+    name: str
+    at: float
+    attributes: dict[str, Any]
+
+
+@dataclass(slots=True, eq=False)
+class Journey:
+    """One request's way through the router. Times are in seconds by the monotonic clock.
+
+    Attributes:
+        arrived: When the whole request was there.
+        began: When classification began.
+        classified: When its prompt was read and classified.
+        decided: When its tier was chosen.
+        prompt: Until the spans are made, where prompts are to be on them.
+        waits: Begin and end of its time in the queue, if it was there.
+    """
+
+    arrived: float
+    began: float
+    classified: float
+    decided: float
+    prompt: str = ""
+    waits: list[tuple[float, float]] = field(default_factory=list)
+    hops: list[Hop] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+
+JOURNEY: ContextVar[Journey | None] = ContextVar("qarr_journey", default=None)  # the present request's
+
+
+class Served(NamedTuple):
+    """Who answered a request.
+
+    Attributes:
+        tier: That began its answer; None: none did.
+        precision: Of that tier.
+        checkpoint: First digits of the digest of that tier's weights.
+        continued_on: Tiers that continued its answer after failures, in order.
+        overflow: Name of the server outside of the fleet that answered; None: none did.
+        overflow_failure: Why that server did not answer: ``full``, ``paused`` or ``unsupported``, so that it was not asked;
+            ``failed`` or ``cancelled``; None: it did, or there was no need.
+    """
+
+    tier: TierName | None = None
+    replica: str | None = None
+    precision: str | None = None
+    checkpoint: str | None = None
+    attempts_failed: int = 0
+    continued_on: tuple[TierName, ...] = ()
+    overflow: str | None = None
+    overflow_failure: str | None = None
+
+
+class Tokens(NamedTuple):
+    """Tokens of a request.
+
+    Attributes:
+        cached: Of its prompt, found in the engine's prefix cache, as the engine reports it; None: it does not.
+        predicted_cached: The same, as expected when the request was sent.
+    """
+
+    prompt: int
+    output: int = 0
+    cached: int | None = None
+    predicted_cached: int | None = None
+
+
+class Times(NamedTuple):
+    """Times of a request; None: not measured.
+
+    Attributes:
+        queue_ms: Wait for a slot.
+        overhead_ms: From its arrival until it was sent to an engine, without the queue.
+        ttft_ms: From its arrival to its first token, queue included.
+        tpot_ms: Mean time between tokens.
+        duration_ms: From its arrival to its last byte.
+    """
+
+    queue_ms: float
+    overhead_ms: float | None
+    ttft_ms: float | None
+    tpot_ms: float | None
+    duration_ms: float
 
 
 class TierUsage(NamedTuple):
@@ -63,34 +191,20 @@ FREE = Cost()
 
 
 class RequestRecord(NamedTuple):
-    """One inference request, from its arrival to its end. Times in milliseconds; None: not measured.
+    """One inference request, from its arrival to its end.
 
     Attributes:
         at: When it arrived, in seconds since 1970.
         route: The endpoint's path.
         key_id: Of the caller's key; empty without keys.
+        team: Of that key; empty: none.
         decision: The one that admitted or refused it.
         error: Code of a refusal, or the kind of error.
-        served_by: The tier that began its answer.
-        precision: Of that tier.
-        checkpoint: First digits of the digest of that tier's weights.
-        queue_ms: Wait for a slot.
-        overhead_ms: From its arrival until it was sent to an engine, without the queue.
-        ttft_ms: From its arrival to its first token, queue included.
-        tpot_ms: Mean time between tokens.
-        duration_ms: From its arrival to its last byte.
         sla_met: Whether its own bounds on times were met; None: it had none, or its caller left before.
-        continued_on: Tiers that continued its answer after failures, in order.
-        cached_prompt_tokens: Of its prompt, found in the engine's prefix cache, as the engine reports it.
-        predicted_cached_tokens: The same, as expected when the request was sent.
-        team: Of the caller's key; empty: none.
+        why_not: Why it failed or was refused after the decision, for operators; empty: it was not, or nothing tells.
         usage: What tiers computed of it; only of callers with a key.
         cost: Charged to its caller's budgets; None: it has none.
-        overflow: Name of the server outside of the fleet that answered; None: none did.
-        overflow_failure: Why that server did not answer: ``full``, ``paused`` or ``unsupported``, so that it was not asked;
-            ``failed`` or ``cancelled``; None: it did, or there was no need.
         journey: What it went through, for its trace; None: not known.
-        why_not: Why it failed or was refused after the decision, for operators; empty: it was not, or nothing tells.
     """
 
     at: float
@@ -98,55 +212,30 @@ class RequestRecord(NamedTuple):
     trace_id: str
     route: str
     key_id: str
+    team: str
     priority: Priority
     decision: Decision
     outcome: Outcome
     error: str | None
-    served_by: TierName | None
-    replica: str | None
-    precision: str | None
-    checkpoint: str | None
-    prompt_tokens: int
-    output_tokens: int
-    queue_ms: float
-    overhead_ms: float | None
-    ttft_ms: float | None
-    tpot_ms: float | None
-    duration_ms: float
-    sla_met: bool | None
-    attempts_failed: int
-    continued_on: tuple[TierName, ...]
-    cached_prompt_tokens: int | None = None
-    predicted_cached_tokens: int | None = None
-    team: str = ""
+    served: Served
+    tokens: Tokens
+    times: Times
+    sla_met: bool | None = None
+    kept_for: KeptFor = KeptFor.RECENT
+    why_not: str = ""
     usage: tuple[TierUsage, ...] = ()
     cost: Cost | None = None
-    overflow: str | None = None
-    overflow_failure: str | None = None
     journey: Journey | None = None
-    why_not: str = ""
-
-    @property
-    def kept_for(self) -> KeptFor:
-        if self.outcome is Outcome.ERROR or self.outcome is Outcome.REFUSED:
-            return KeptFor.ERROR
-        return KeptFor.SLA_MISS if self.sla_met is False else KeptFor.RECENT
-
-    @property
-    def undisturbed(self) -> bool:
-        """Tell whether the chosen tier served it alone, so that predictions can be compared with measurements."""
-        as_decided = self.served_by is not None and self.served_by is self.decision.tier
-        return as_decided and not (self.attempts_failed or self.continued_on)
 
 
 def render_record(record: RequestRecord) -> dict[str, Any]:
     """Return a record as JSON values, with the report on every tier."""
-    return {**render_summary(record), "tiers": [render_verdict(verdict) for verdict in verdicts(record.decision)]}
+    return {**render_summary(record), "tiers": render_estimates(record.decision)}
 
 
 def render_summary(record: RequestRecord) -> dict[str, Any]:
     """Return a record as JSON values, without the reports on tiers. Predictions do not include the queue."""
-    decision = record.decision
+    decision, served, tokens, times = record.decision, record.served, record.tokens, record.times
     features, sla, chosen = decision.query.features, decision.query.sla, decision.chosen
     return {  # of plain values: encoding an enumeration's takes four times as long
         "at": int(record.at * 1000 + 0.5) / 1000,  # round() takes four times as long
@@ -158,33 +247,29 @@ def render_summary(record: RequestRecord) -> dict[str, Any]:
         "class": features.prompt_class._value_,
         "confidence": int(features.confidence * 1000 + 0.5) / 1000,
         "tier": decision.tier,
-        "served_by": record.served_by,
-        "overflow": record.overflow,
-        "overflow_failure": record.overflow_failure,
-        "replica": record.replica,
-        "precision": record.precision,
-        "checkpoint": record.checkpoint,
+        "served_by": served.tier,
+        "overflow": served.overflow,
+        "overflow_failure": served.overflow_failure,
+        "replica": served.replica,
+        "precision": served.precision,
+        "checkpoint": served.checkpoint,
         "reason": record.why_not or decision.reason,
         "basis": decision.basis._value_,
         "degraded": list(decision.degraded),
         "truncated": decision.query.truncated or None,
         "outcome": record.outcome._value_,
         "error": record.error,
-        "prompt_tokens": record.prompt_tokens,
-        "cached_prompt_tokens": record.cached_prompt_tokens,
-        "predicted_cached_tokens": record.predicted_cached_tokens,
-        "output_tokens": record.output_tokens,
-        "queue_ms": record.queue_ms and int(record.queue_ms * 100 + 0.5) / 100,
-        "overhead_ms": record.overhead_ms and int(record.overhead_ms * 100 + 0.5) / 100,
-        "ttft_ms": record.ttft_ms and int(record.ttft_ms * 100 + 0.5) / 100,
-        "tpot_ms": record.tpot_ms and int(record.tpot_ms * 100 + 0.5) / 100,
-        "duration_ms": record.duration_ms and int(record.duration_ms * 100 + 0.5) / 100,
+        "prompt_tokens": tokens.prompt,
+        "cached_prompt_tokens": tokens.cached,
+        "predicted_cached_tokens": tokens.predicted_cached,
+        "output_tokens": tokens.output,
+        **{name: ms and int(ms * 100 + 0.5) / 100 for name, ms in zip(Times._fields, times, strict=True)},
         "predicted_ttft_ms": chosen.predicted_ttft_ms if chosen else None,
         "predicted_tpot_ms": chosen.predicted_tpot_ms if chosen else None,
         "sla": {"ttft_ms": sla.ttft_ms, "tpot_ms": sla.tpot_ms, "max_quality_loss": sla.max_quality_loss},
         "sla_met": record.sla_met,
-        "attempts_failed": record.attempts_failed,
-        "continued_on": list(record.continued_on),
+        "attempts_failed": served.attempts_failed,
+        "continued_on": list(served.continued_on),
         "cost": _rounded(chosen.cost, 4) if chosen else None,
     }
 
@@ -195,17 +280,17 @@ def _rounded(value: float | None, digits: int = 2) -> float | None:
 
 def log_outcome(decisions: DecisionLog, record: RequestRecord) -> None:
     """Write to the decision log how a request ended, if an engine began to answer it."""
-    if record.served_by is None:
+    if record.served.tier is None:
         return
     gone = "CancelledError" if record.outcome is Outcome.CLIENT_GONE else None
     decisions.ended(
         OutcomeRecord(
             request_id=record.request_id,
-            tier=record.served_by,
-            prompt_tokens=record.prompt_tokens,
-            output_tokens=record.output_tokens,
-            ttft_ms=_rounded(record.ttft_ms),
-            tpot_ms=_rounded(record.tpot_ms, 3),
+            tier=record.served.tier,
+            prompt_tokens=record.tokens.prompt,
+            output_tokens=record.tokens.output,
+            ttft_ms=_rounded(record.times.ttft_ms),
+            tpot_ms=_rounded(record.times.tpot_ms, 3),
             error=record.error or gone,
         )
     )

@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from router.policy.decide import fallbacks
-from router.policy.explain import verdicts
+from router.policy.explain import verdict
 from router.telemetry.record import KeptFor, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from classifier import PromptFeatures
-    from router.policy.decision import Decision
-    from router.policy.explain import TierReport
-    from router.telemetry.journey import Hop, Journey
-    from router.telemetry.record import RequestRecord
+    from router.policy.decision import Decision, Estimate
+    from router.telemetry.record import Hop, Journey, RequestRecord
 
 
 KEY_ID = "qarr.key.id"  # of the caller's key, which is no secret
@@ -68,45 +66,44 @@ def decision_attributes(decision: Decision) -> dict[str, Any]:
     )
 
 
-def verdict_attributes(verdict: TierReport) -> dict[str, Any]:
-    loss = verdict.expected_loss
+def estimate_attributes(estimate: Estimate, verdict: str) -> dict[str, Any]:
     found = {
-        "verdict": verdict.verdict,
-        "state": verdict.state.value,
-        "predicted_ttft_ms": verdict.predicted_ttft_ms,
-        "predicted_tpot_ms": verdict.predicted_tpot_ms,
-        "expected_loss": loss.mean if loss is not None else None,
-        "expected_loss_high": loss.high if loss is not None else None,
-        "cost": verdict.cost,
-        "cached_prompt_tokens": verdict.cached_prompt_tokens,
+        "verdict": verdict,
+        "state": estimate.state.value,
+        "predicted_ttft_ms": estimate.predicted_ttft_ms,
+        "predicted_tpot_ms": estimate.predicted_tpot_ms,
+        "expected_loss": estimate.loss.mean,
+        "expected_loss_high": estimate.loss.high,
+        "cost": estimate.rounded_cost,
+        "cached_prompt_tokens": estimate.cached,
     }
-    return {f"qarr.{verdict.tier}.{name}": value for name, value in _known(found).items()}
+    return {f"qarr.{estimate.tier}.{name}": value for name, value in _known(found).items()}
 
 
 def outcome_attributes(record: RequestRecord) -> dict[str, Any]:
+    served, tokens, times = record.served, record.tokens, record.times
     return _known(
         {
             "qarr.outcome": record.outcome.value,
             "qarr.sla.met": record.sla_met,
             "error.type": record.error,
-            "qarr.ttft_ms": record.ttft_ms,
-            "qarr.tpot_ms": record.tpot_ms,
-            "qarr.queue_ms": record.queue_ms,
-            "qarr.overhead_ms": record.overhead_ms,
-            "qarr.served.precision": record.precision,
-            "qarr.served.checkpoint": record.checkpoint,
-            "qarr.overflow": record.overflow,
-            "qarr.overflow.failure": record.overflow_failure,
-            "qarr.prompt_tokens": record.prompt_tokens,
-            "qarr.cached_prompt_tokens": record.predicted_cached_tokens,
-            "qarr.reported_cached_tokens": record.cached_prompt_tokens,
-            "qarr.output_tokens": record.output_tokens,  # not gen_ai.usage: viewers would add them to the attempts'
+            "qarr.ttft_ms": times.ttft_ms,
+            "qarr.tpot_ms": times.tpot_ms,
+            "qarr.queue_ms": times.queue_ms,
+            "qarr.overhead_ms": times.overhead_ms,
+            "qarr.served.tier": served.tier,
+            "qarr.served.replica": served.replica,
+            "qarr.attempts.failed": None if served.tier is None else served.attempts_failed,
+            "qarr.served.precision": served.precision,
+            "qarr.served.checkpoint": served.checkpoint,
+            "qarr.overflow": served.overflow,
+            "qarr.overflow.failure": served.overflow_failure,
+            "qarr.prompt_tokens": tokens.prompt,
+            "qarr.cached_prompt_tokens": tokens.predicted_cached,
+            "qarr.reported_cached_tokens": tokens.cached,
+            "qarr.output_tokens": tokens.output,  # not gen_ai.usage: viewers would add them to the attempts'
         }
     )
-
-
-def served_attributes(tier: str, replica_id: str, attempts_failed: int) -> dict[str, Any]:
-    return {"qarr.served.tier": tier, "qarr.served.replica": replica_id, "qarr.attempts.failed": attempts_failed}
 
 
 def hop_attributes(hop: Hop) -> dict[str, Any]:
@@ -146,7 +143,7 @@ def render_listed(record: RequestRecord) -> dict[str, Any]:
         "trace_id": record.trace_id,
         "name": f"POST {record.route}",
         "at": round(record.at, 3),
-        "duration_ms": round(record.duration_ms, 3),
+        "duration_ms": round(record.times.duration_ms, 3),
         "spans": len(list(spans_of(record))),
         "error": record.kept_for is KeptFor.ERROR,
         "kept_for": record.kept_for,
@@ -175,7 +172,9 @@ def render_trace(records: Sequence[RequestRecord], *, inside: bool) -> dict[str,
     return {
         "trace_id": first.trace_id,
         "at": round(first.at, 3),
-        "duration_ms": round(max(record.at * 1000 + record.duration_ms for record in records) - first.at * 1000, 3),
+        "duration_ms": round(
+            max(record.at * 1000 + record.times.duration_ms for record in records) - first.at * 1000, 3
+        ),
         "spans": spans,
     }
 
@@ -187,12 +186,10 @@ def spans_of(record: RequestRecord) -> Iterator[dict[str, Any]]:
     if record.key_id:
         server[KEY_ID] = record.key_id
     server |= decision_attributes(decision) | outcome_attributes(record)
-    if record.served_by is not None and record.replica is not None:
-        server |= served_attributes(record.served_by, record.replica, record.attempts_failed)
     events = [_event(e.name, (e.at - journey.arrived) * 1000, e.attributes) for e in journey.events] if journey else []
     if record.outcome is Outcome.CLIENT_GONE:
-        events.append(_event("qarr.client_gone", record.duration_ms, {}))
-    yield _span(f"POST {record.route}", "server", 0.0, record.duration_ms, server, events, record.error)
+        events.append(_event("qarr.client_gone", record.times.duration_ms, {}))
+    yield _span(f"POST {record.route}", "server", 0.0, record.times.duration_ms, server, events, record.error)
     if journey is not None:
         yield from _steps(record, journey)
 
@@ -202,13 +199,15 @@ def _steps(record: RequestRecord, journey: Journey) -> Iterator[dict[str, Any]]:
         return _span(name, "internal", (began - journey.arrived) * 1000, (ended - began) * 1000, attributes, [], None)
 
     decision = record.decision
-    of_tiers = {name: value for each in verdicts(decision) for name, value in verdict_attributes(each).items()}
+    of_tiers: dict[str, Any] = {}
+    for each in decision.choice.estimates:
+        of_tiers |= estimate_attributes(each, verdict(decision.choice, each))
     yield step("classify", journey.began, journey.classified, features_attributes(decision.query.features))
     yield step("route", journey.classified, journey.decided, decision_attributes(decision) | of_tiers)
     for began, ended in journey.waits:
         yield step("admission wait", began, ended, {"qarr.waited_ms": round((ended - began) * 1000, 3)})
     for hop in journey.hops:
-        yield _hop_span(hop, journey.arrived, record.duration_ms)
+        yield _hop_span(hop, journey.arrived, record.times.duration_ms)
 
 
 def _hop_span(hop: Hop, arrived: float, duration_ms: float) -> dict[str, Any]:
@@ -221,29 +220,18 @@ def _hop_span(hop: Hop, arrived: float, duration_ms: float) -> dict[str, Any]:
     if hop.message:
         said = {"exception.type": error, "exception.message": hop.message}
         events.append(_event("exception", ended_ms, said))
-    return _span(hop.name, "client", began_ms, ended_ms - began_ms, hop_attributes(hop) | hop.result, events, error)
+    name, attributes = f"{hop.operation} {hop.model}", hop_attributes(hop) | hop.result
+    return _span(name, "client", began_ms, ended_ms - began_ms, attributes, events, error)
 
 
 def _span(  # noqa: PLR0917  in the order of the members
-    name: str,
-    kind: str,
-    start_ms: float,
-    duration_ms: float,
-    attributes: dict[str, Any],
-    events: list[dict[str, Any]],
+    name: str, kind: str, start_ms: float, duration_ms: float, attributes: dict[str, Any], events: list[dict[str, Any]],
     error: str | None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     return {
-        "span_id": "",
-        "parent_id": None,
-        "name": name,
-        "kind": kind,
-        "start_ms": start_ms,
-        "duration_ms": round(duration_ms, 3),
-        "attributes": attributes,
-        "events": events,
-        "error": error,
-    }
+        "span_id": "", "parent_id": None, "name": name, "kind": kind, "start_ms": start_ms,
+        "duration_ms": round(duration_ms, 3), "attributes": attributes, "events": events, "error": error,
+    }  # fmt: skip
 
 
 def _event(name: str, at_ms: float, attributes: dict[str, Any]) -> dict[str, Any]:

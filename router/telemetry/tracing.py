@@ -24,24 +24,21 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExport
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import Decision as Sampling
 from opentelemetry.trace import Status, StatusCode
-from starlette.datastructures import Headers
 
-from router.telemetry.journey import JOURNEY, Event, Hop
-from router.telemetry.record import Outcome
+from router.telemetry.record import JOURNEY, Event, Hop, Outcome
 from router.telemetry.request_trace import KEY_ID, hop_attributes, spans_of
 from tiers.spec import OtlpTarget
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from opentelemetry.trace import Span, Tracer
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from classifier import PromptClass
-    from router.settings import TelemetrySettings
     from router.telemetry.record import RequestRecord
-    from tiers.replica import Replica
+    from router.telemetry.settings import TelemetrySettings
     from tiers.spec import TierName
 
 
@@ -69,24 +66,16 @@ random_hex = _Buffer().take
 SERVICE = "qarr-router"
 HTTP, GRPC = "http/protobuf", "grpc"
 UNTRACED = {"/route"}  # it serves nothing, and the page asks it while somebody types
-_PARENT = ContextVar("qarr_parent", default="")  # traceparent for the engines of a request that has no spans
-_BESIDE = ContextVar[tuple[tuple[bytes, bytes], ...]](
-    "qarr_beside", default=()
-)  # tracestate and baggage of such a request
+ANSWERED = "qarr.answered"  # in a scope, once it is answered: the endpoint's path, the status and the key's id
+_CARRIERS = (b"traceparent", b"tracestate", b"baggage")
+# The headers that a request without spans passes on to engines, traceparent first; empty: it has spans.
+_PASSED = ContextVar[tuple[tuple[bytes, bytes], ...]]("qarr_passed", default=())
 _TRACE_ID = ContextVar("qarr_trace_id", default=0)  # of the next root span, for which the sampler was asked beforehand
 DEFAULT_ENDPOINTS = {HTTP: "http://localhost:4318", GRPC: "http://localhost:4317"}
 
 
-class TracedRequest(Protocol):
-    """What a span says of a request to an engine."""
-
-    @property
-    def operation(self) -> str:
-        """Return GenAI's name of the operation."""
-
-    @property
-    def adapter(self) -> str | None:
-        """Return the LoRA adapter that answers; None: the model itself."""
+class Parameters(Protocol):
+    """A request to an engine, as far as its span tells of it."""
 
     @property
     def parameters(self) -> Mapping[str, float]:
@@ -102,34 +91,6 @@ class _GivenIds(RandomIdGenerator):
         return given or super().generate_trace_id()
 
 
-class AttemptSpan:
-    """A request to an engine: its part of the request's journey, and its span, which records only what is sampled."""
-
-    def __init__(self, span: Span, hop: Hop) -> None:
-        self.span, self._hop = span, hop
-
-    def first_token(self) -> None:
-        self._hop.first_token_at = time.monotonic()
-        self.span.add_event("qarr.first_token")
-
-    def end(self, attributes: dict[str, Any], error: Exception | None) -> None:
-        """End it.
-
-        Args:
-            attributes: What is known now.
-            error: Its words may be shown; None: there are none, or they may quote the prompt.
-        """
-        hop = self._hop
-        hop.ended, hop.result = time.monotonic(), attributes
-        if error is not None:
-            hop.message = str(error)
-        if self.span.is_recording():
-            self.span.set_attributes(attributes)
-            if error is not None:
-                self.span.record_exception(error)
-            self.span.end()
-
-
 class Telemetry:
     """The router's tracer. Made once. Without a provider there are no spans."""
 
@@ -139,6 +100,11 @@ class Telemetry:
             provider.id_generator = _GivenIds()
         self._tracer: Tracer = (provider or trace.NoOpTracerProvider()).get_tracer("qarr")
 
+    @property
+    def exports(self) -> bool:
+        """Tell whether there are spans at all."""
+        return self._provider is not None
+
     def instrument(self, app: ASGIApp) -> ASGIApp:
         """Wrap an application so that each POST request that the sampler chooses has a server span.
 
@@ -147,74 +113,59 @@ class Telemetry:
         It is not asked for requests that the sampler drops: it costs as much as a fifth of a request.
         """
         provider = self._provider
-        wrapped = app if provider is None else _middleware(app, provider)
+
+        async def finished(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await app(scope, receive, send)
+            finally:
+                _finish_server_span(scope)
+
+        wrapped = app if provider is None else _middleware(finished, provider)
 
         async def traced(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
                 await app(scope, receive, send)
                 return
-            given = next((value for name, value in scope["headers"] if name == b"traceparent"), b"").decode("latin-1")
-            given = given if _trace_id_of(given) else ""
+            carried = [header for header in scope["headers"] if header[0] in _CARRIERS]
+            parent = dict(reversed(carried)).get(b"traceparent", b"").decode("latin-1") if carried else ""
+            trace_id = _trace_id_of(parent) if parent else ""
+            parent, trace_id = parent if trace_id else "", trace_id or random_hex(32)
             if provider is not None and scope["method"] == "POST" and scope["path"] not in UNTRACED:
-                if self._sampled(provider, scope, given):
-                    _PARENT.set("")  # the request before on this connection may have left one
+                within = (
+                    propagate.extract({n.decode(): v.decode("latin-1") for n, v in carried}) if parent else Context()
+                )
+                number = int(trace_id, 16)
+                chosen = provider.sampler.should_sample(within, number, scope["method"], trace.SpanKind.SERVER)
+                if chosen.decision is not Sampling.DROP:
+                    _TRACE_ID.set(number)  # the middleware asks the sampler again
+                    _PASSED.set(())  # the request before on this connection may have left some
                     await wrapped(scope, receive, send)
                     return
-                given = f"{given[:-2]}00" if given else ""  # engines that trace keep to the sampler's choice
-            passed = {b"tracestate", b"baggage"} if given else {b"baggage"}
-            _BESIDE.set(tuple([(name, value) for name, value in scope["headers"] if name in passed]))
-            _PARENT.set(given or f"00-{random_hex(32)}-{random_hex(16)}-00")
+                parent = parent and f"{parent[:-2]}00"  # engines that trace keep to the sampler's choice
+            told = (parent or f"00-{trace_id}-{random_hex(16)}-00").encode("latin-1")
+            beside = [
+                header for header in carried if header[0] == b"baggage" or (parent and header[0] == b"tracestate")
+            ]
+            _PASSED.set(((b"traceparent", told), *beside))
             await app(scope, receive, send)
 
         return traced
 
-    @staticmethod
-    def _sampled(provider: TracerProvider, scope: Scope, given: str) -> bool:
-        """Tell whether the sampler chooses a request; the middleware, which asks it again, gets the same trace id."""
-        trace_id = int(_trace_id_of(given) or random_hex(32), 16)
-        _TRACE_ID.set(trace_id)
-        parent = propagate.extract(Headers(scope=scope)) if given else Context()
-        chosen = provider.sampler.should_sample(parent, trace_id, scope["method"], trace.SpanKind.SERVER)
-        return chosen.decision is not Sampling.DROP
-
-    def name_server_span(self, scope: Scope, route: str) -> None:
-        """Give the server span its route, which the middleware cannot know under Starlette."""
-        if span := _recording():
-            span.update_name(f"{scope['method']} {route}")
-            span.set_attribute("http.route", route)
-
-    def record_status(self, status: int) -> None:
-        """Put the answer's status on the server span: its head does not pass the middleware."""
-        if span := _recording():
-            span.set_attribute("http.response.status_code", status)
-            if status >= 500 and isinstance(span, ReadableSpan) and span.status.is_unset:  # noqa: PLR2004
-                span.set_status(Status(StatusCode.ERROR))
-
-    @property
-    def wants_prompt(self) -> bool:
-        """Tell whether the present request's prompt is to be on its spans."""
-        return self.record_prompts and _recording() is not None
-
     def request_ids(self, headers: Mapping[bytes, bytes]) -> tuple[str, str]:
         """Return the request's id and its trace id: the caller's where valid, else new ones."""
-        parent = _PARENT.get()
-        context = trace.INVALID_SPAN_CONTEXT if parent else trace.get_current_span().get_span_context()
-        if context.is_valid:
+        if passed := _PASSED.get():
+            trace_id = passed[0][1][3:35].decode("latin-1")
+        elif (context := trace.get_current_span().get_span_context()).is_valid:
             trace_id = trace.format_trace_id(context.trace_id)
         else:
-            trace_id = _trace_id_of(parent or headers.get(b"traceparent", b"").decode("latin-1")) or random_hex(32)
+            trace_id = _trace_id_of(headers.get(b"traceparent", b"").decode("latin-1")) or random_hex(32)
         asked = headers.get(b"x-request-id", b"")
         usable = 0 < len(asked) <= 128 and asked.replace(b"-", b"").replace(b"_", b"").isalnum()  # noqa: PLR2004
         return asked.decode() if usable else random_hex(32), trace_id
 
-    def record_caller(self, key_id: str) -> None:
-        """Put the id of the caller's key, which is no secret, on the server span."""
-        if key_id and (span := _recording()):
-            span.set_attribute(KEY_ID, key_id)
-
     def record_outcome(self, record: RequestRecord) -> None:
         """Put on the server span how the request went, and make the spans of the steps below it."""
-        span, prompt = _recording(), ""
+        span, prompt = server_span(), ""
         if record.journey is not None:
             prompt, record.journey.prompt = record.journey.prompt, ""
         if span is None:
@@ -254,45 +205,28 @@ class Telemetry:
         """Put what became of a live prompt on its check's span; ``same`` None: the answers could not be compared."""
         span.set_attributes({"qarr.regret": regret} | ({} if same is None else {"qarr.same_answer": same}))
 
-    def start_attempt(self, tier: TierName, replica: Replica, request: TracedRequest, number: int) -> AttemptSpan:
-        """Start one upstream attempt (GenAI semantic conventions); the caller ends it."""
-        hop = Hop(
-            operation=request.operation,
-            model=replica.serving(request.adapter),
-            url=replica.url,
-            began=time.monotonic(),
-            tier=tier,
-            replica=replica.id,
-            precision=replica.spec.precision,
-            checkpoint=replica.spec.checkpoint_id or "",
-            number=number,
-        )
-        return self._start(hop, request)
+    def start(self, hop: Hop, asked: Parameters) -> None:
+        """Note a request to an engine (GenAI semantic conventions), and start its span if the request is traced.
 
-    def start_overflow(self, name: str, url: str, model: str, request: TracedRequest) -> AttemptSpan:
-        return self._start(Hop(request.operation, model, url, time.monotonic(), overflow=name), request)
-
-    def _start(self, hop: Hop, request: TracedRequest) -> AttemptSpan:
-        """Note a hop, and start its span.
-
-        Of a request that the sampler left out, the span is the server span, whose end has no effect. A server span that
-        has ended is another matter: a resumable stream may go on after it.
+        A server span that has ended counts too: a resumable stream may go on after it.
         """
         if (journey := JOURNEY.get()) is not None:
             journey.hops.append(hop)
-        span = trace.INVALID_SPAN if _PARENT.get() else trace.get_current_span()
-        if not isinstance(span, trace.NonRecordingSpan):
-            attributes = {**hop_attributes(hop), **request.parameters}
-            span = self._tracer.start_span(hop.name, kind=trace.SpanKind.CLIENT, attributes=attributes)
-        return AttemptSpan(span, hop)
+        if passed := _PASSED.get():
+            hop.headers = passed
+            return
+        if not isinstance(trace.get_current_span(), trace.NonRecordingSpan):
+            name, attributes = f"{hop.operation} {hop.model}", {**hop_attributes(hop), **asked.parameters}
+            hop.span = self._tracer.start_span(name, kind=trace.SpanKind.CLIENT, attributes=attributes)
+        hop.headers = self.context_headers(hop.span)
 
-    def context_headers(self, span: Span | None = None) -> list[tuple[bytes, bytes]]:
+    def context_headers(self, span: Span | None = None) -> Sequence[tuple[bytes, bytes]]:
         """Return the headers that carry W3C trace context and baggage to an engine: of a span (None: the present one).
 
         A request without spans passes on its caller's.
         """
-        if parent := _PARENT.get():
-            return [(b"traceparent", parent.encode("latin-1")), *_BESIDE.get()]
+        if passed := _PASSED.get():
+            return passed
         carrier: dict[str, str] = {}
         span = span or trace.get_current_span()
         if span.get_span_context().is_valid:
@@ -382,11 +316,40 @@ def _endpoint() -> str:
     )
 
 
-def _recording() -> Span | None:
-    if _PARENT.get():  # it has no spans, which OpenTelemetry takes longer to tell
+def server_span() -> Span | None:
+    """Return the present request's span; None: it has none, or it has ended."""
+    if _PASSED.get():  # it has no spans, which OpenTelemetry takes longer to tell
         return None
     span = trace.get_current_span()
     return span if span.is_recording() else None
+
+
+def _finish_server_span(scope: Scope) -> None:
+    """Put on the server span what its middleware cannot know: the route, the status, and the id of the caller's key."""
+    span = server_span()
+    if span is None or ANSWERED not in scope:
+        return
+    route, status, key_id = scope[ANSWERED]
+    if "endpoint" in scope:
+        span.update_name(f"{scope['method']} {route}")
+        span.set_attribute("http.route", route)
+    span.set_attribute("http.response.status_code", status)
+    if status >= 500 and isinstance(span, ReadableSpan) and span.status.is_unset:  # noqa: PLR2004
+        span.set_status(Status(StatusCode.ERROR))
+    if key_id:
+        span.set_attribute(KEY_ID, key_id)
+
+
+def end_span(hop: Hop, span: Span, error: Exception | None) -> None:
+    """End the span of a request to an engine; without an error there are no words of it, or they may quote the prompt."""
+    hop.span = None
+    if hop.first_token_at is not None:
+        ago_ns = int((time.monotonic() - hop.first_token_at) * 1e9)
+        span.add_event("qarr.first_token", timestamp=time.time_ns() - ago_ns)
+    span.set_attributes(hop.result)
+    if error is not None:
+        span.record_exception(error)
+    span.end()
 
 
 def _note(name: str, attributes: dict[str, Any]) -> None:

@@ -16,7 +16,8 @@ from weakref import WeakValueDictionary
 
 import httpx
 
-from router.upstream.engine_stream import Attempt, BufferedAnswer, EngineAnswer, EngineStream, end_span
+from router.telemetry.record import Hop
+from router.upstream.engine_stream import Attempt, BufferedAnswer, EngineAnswer, EngineStream, end_hop
 from router.upstream.errors import (
     EngineBroke,
     EngineFailed,
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
 
     from router.policy.decision import Decision, Query
     from router.policy.table import PolicyStore
-    from router.settings import UpstreamSettings
-    from router.telemetry.tracing import AttemptSpan, Telemetry
+    from router.telemetry.tracing import Telemetry
     from router.upstream.engine_request import EngineRequest
+    from router.upstream.settings import UpstreamSettings
     from tiers.fleet import Fleet, Lease
     from tiers.replica import Replica
     from tiers.spec import TierName
@@ -239,18 +240,30 @@ class Upstream:
         sent_at: float,
     ) -> EngineAnswer:
         """Make one attempt. The lease, the connection and the span end with it unless an answer is returned."""
-        span = self._telemetry.start_attempt(tier, lease.replica, request, number)
+        replica = lease.replica
+        hop = Hop(
+            request.operation,
+            request.adapter or replica.model,
+            replica.url,
+            time.monotonic(),
+            tier=tier,
+            replica=replica.id,
+            precision=replica.spec.precision,
+            checkpoint=replica.spec.checkpoint_id or "",
+            number=number,
+        )
+        self._telemetry.start(hop, request)
         response: httpx.Response | None = None
         started = time.monotonic()
         options = self._options
         limit_s = options.first_token_timeout_s if request.streamed else options.answer_timeout_s
         try:
-            response = await self._transport.handle_async_request(self._http(lease.replica, request, span))
+            response = await self._transport.handle_async_request(self._http(replica, request, hop))
             if response.status_code != httpx.codes.OK:
                 raise status_error(  # noqa: TRY301  one place ends the attempt
                     response, await body_of(response, MAX_ERROR_BYTES)
                 )
-            begun = Attempt(tier, lease, response, span, number, started, options.token_timeout_s, sent_at)
+            begun = Attempt(tier, lease, response, hop, number, started, options.token_timeout_s, sent_at)
             answer = EngineStream(begun, request) if request.streamed else BufferedAnswer(begun, request.answers)
             await answer.begin()
             return answer  # noqa: TRY300  an else block would be far from here
@@ -260,7 +273,7 @@ class Upstream:
                 if isinstance(failure, UpstreamError) and not isinstance(failure, EngineRefused):
                     lease.failed(type(failure).__name__)
                 lease.release()
-                end_span(span, failure)
+                end_hop(hop, failure)
                 if response is not None:
                     await response.aclose()
                 if failure is error:
@@ -269,7 +282,7 @@ class Upstream:
             finally:
                 del failure  # its trace leads here
 
-    def _http(self, replica: Replica, request: EngineRequest, span: AttemptSpan) -> httpx.Request:
+    def _http(self, replica: Replica, request: EngineRequest, hop: Hop) -> httpx.Request:
         """Return a request as it is sent; its headers are made here, as httpx takes several times longer for that."""
         # An engine mixes up requests of one id, and may still hold an attempt that was given up.
         number = f"{request.request_id}-{next(self._numbers):x}"
@@ -285,7 +298,7 @@ class Upstream:
             headers.append((b"authorization", b"Bearer " + replica.api_key.encode("ascii")))
         if request.path == MESSAGES and request.priority and replica.takes_priority:  # its body cannot say it
             headers.append((b"x-vllm-priority", b"%d" % request.priority))
-        headers += self._telemetry.context_headers(span.span)
+        headers += hop.headers
         stream = httpx.ByteStream(content)
         limits = self._streamed if request.streamed else self._whole
         return httpx.Request("POST", url, headers=headers, stream=stream, extensions=limits)

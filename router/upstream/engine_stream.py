@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 
+from router.telemetry.tracing import end_span
 from router.upstream.errors import (
     EngineBroke,
     EngineFailed,
@@ -24,12 +25,12 @@ from router.upstream.transport import body_of
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from router.telemetry.tracing import AttemptSpan
+    from router.telemetry.record import Hop
     from router.upstream.engine_request import EngineRequest
     from router.upstream.sse import AnswerFormat, Chunk
     from router.upstream.transport import Body
     from tiers.fleet import Lease
-    from tiers.replica import Sent
+    from tiers.replica import SentPrompt
     from tiers.spec import TierName, TierSpec
 
     Feed = Callable[[Sequence[Chunk]], bool]  # takes what came together; tells whether it takes more now
@@ -54,7 +55,7 @@ class OverflowHold:
     replica: OverflowServer
     sequences: int
     free: Callable[[], None]
-    sent: Sent | None = None
+    sent: SentPrompt | None = None
     _released: bool = False
 
     def first_token(self, ttft_ms: float | None = None) -> None:
@@ -90,7 +91,7 @@ class Attempt:
     tier: TierName
     lease: Lease | OverflowHold
     response: httpx.Response
-    span: AttemptSpan
+    hop: Hop
     number: int
     started: float
     token_timeout_s: float
@@ -184,7 +185,7 @@ class EngineAnswer(ABC):
             "qarr.cached_prompt_tokens": self.predicted_cached_tokens,
             "qarr.tpot_ms": tpot_ms,
         }
-        end_span(self._attempt.span, error, {name: value for name, value in known.items() if value is not None})
+        end_hop(self._attempt.hop, error, {name: value for name, value in known.items() if value is not None})
         await self._body.aclose()
 
     def _note_usage(self, usage: Mapping[str, Any]) -> None:
@@ -227,7 +228,7 @@ class EngineStream(EngineAnswer):
         attempt = self._attempt
         self._body.limit_reads(attempt.token_timeout_s)
         self._first_at = self._last_at = now = time.monotonic()
-        attempt.span.first_token()
+        attempt.hop.first_token_at = now
         self.ttft_ms = (now - self.sent_at) * 1000
         attempt.lease.first_token((now - attempt.started) * 1000)
         if self.output_tokens:
@@ -373,12 +374,14 @@ def continued_on(answer: EngineAnswer) -> list[TierName]:
     return [part.tier for part in answer.parts]
 
 
-def end_span(span: AttemptSpan, error: BaseException | None, attributes: dict[str, Any] | None = None) -> None:
-    """End an attempt's span, with its error if it had one; not with an engine's refusal, which may quote the prompt."""
-    found = attributes or {}
+def end_hop(hop: Hop, error: BaseException | None, attributes: dict[str, Any] | None = None) -> None:
+    """End a request to an engine, with its error if it had one; not with a refusal's words, which may quote the prompt."""
+    hop.ended, hop.result = time.monotonic(), attributes or {}
     if error is not None:
-        found["error.type"] = type(error).__name__
+        hop.result["error.type"] = type(error).__name__
     if isinstance(error, EngineRefused):
-        found["http.response.status_code"] = error.status
-        error = None
-    span.end(found, error if isinstance(error, Exception) else None)
+        hop.result["http.response.status_code"] = error.status
+    told = error if isinstance(error, Exception) and not isinstance(error, EngineRefused) else None
+    hop.message = "" if told is None else str(told)
+    if hop.span is not None:
+        end_span(hop, hop.span, told)

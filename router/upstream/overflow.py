@@ -18,6 +18,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
+from router.telemetry.record import Hop
 from router.upstream.client import status_error, translate
 from router.upstream.engine_stream import (
     Attempt,
@@ -25,22 +26,22 @@ from router.upstream.engine_stream import (
     EngineStream,
     OverflowHold,
     OverflowServer,
-    end_span,
+    end_hop,
 )
 from router.upstream.errors import EngineRefused, NoSlot, UpstreamError, without_trace
 from router.upstream.json_object import JsonObject
 from router.upstream.sse import COMPLETION_FORMAT
 from router.upstream.transport import EngineTransport
-from tiers.breaker import Breaker, BreakerOptions
+from tiers.breaker import Breaker
 from tiers.spec import OVERFLOW, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from router.settings import OverflowSettings, UpstreamSettings
     from router.telemetry.tracing import Telemetry
     from router.upstream.engine_request import EngineRequest
     from router.upstream.engine_stream import EngineAnswer
+    from router.upstream.settings import OverflowSettings, UpstreamSettings
     from router.upstream.sse import WholeAnswer
 
 
@@ -226,14 +227,7 @@ class OverflowClient:
     def take(self, options: OverflowSettings, times: UpstreamSettings) -> None:
         """Take new settings; requests that have begun keep theirs."""
         self._options, self._times, self.name = options, times, options.shown_name
-        self._breaker = Breaker(
-            BreakerOptions(
-                times.breaker_failures,
-                times.breaker_failure_share,
-                times.breaker_pause_s,
-                times.breaker_longest_pause_s,
-            )
-        )
+        self._breaker = Breaker(times.breaker)
         self._replica = OverflowServer(self.name, TierSpec(TierName(OVERFLOW), 0, 0, options.max_in_flight, replicas=0))
 
     async def open(self, request: EngineRequest, sequences: int, sent_at: float) -> EngineAnswer:
@@ -273,7 +267,8 @@ class OverflowClient:
         """Send a request; its place, its connection and its span end with it unless an answer is returned."""
         options, times = self._options, self._times
         hold = OverflowHold(self._replica, sequences, self._freed)
-        span = self._telemetry.start_overflow(self.name, options.url, options.model, request)
+        hop = Hop(request.operation, options.model, options.url, time.monotonic(), overflow=self.name)
+        self._telemetry.start(hop, request)
         limit_s = options.first_token_timeout_s if request.streamed else times.answer_timeout_s
         response: httpx.Response | None = None
         started = time.monotonic()
@@ -281,7 +276,7 @@ class OverflowClient:
             response = await self._transport.handle_async_request(self._http(request, content, limit_s))
             if response.status_code != httpx.codes.OK:
                 raise status_error(response, None)  # noqa: TRY301  one place ends the attempt
-            begun = Attempt(TierName(OVERFLOW), hold, response, span, 0, started, times.token_timeout_s, sent_at)
+            begun = Attempt(TierName(OVERFLOW), hold, response, hop, 0, started, times.token_timeout_s, sent_at)
             answer: EngineAnswer = _stream(begun, request) if request.streamed else _WholeAnswer(begun, _FORMAT)
             answer.overflow = self.name
             await answer.begin()
@@ -290,7 +285,7 @@ class OverflowClient:
             hold.release()
             failure = translate(error, limit_s, streamed=request.streamed)
             try:
-                end_span(span, failure)
+                end_hop(hop, failure)
                 if response is not None:
                     await response.aclose()
                 if failure is error:

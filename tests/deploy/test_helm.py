@@ -245,7 +245,7 @@ async def test_autoscalers_ask_for_metrics_that_exist(releases: dict[str, Releas
     """Prometheus parses every query; its metrics and labels are on a router's page."""
     async with router_stack(tmp_path) as stack:
         for replica in stack.fleet.replicas:
-            replica.speed = SpeedModel(1.0, 2.0, 10.0)  # without one nothing is predicted
+            replica.update(speed=SpeedModel(1.0, 2.0, 10.0))  # without one nothing is predicted
         page = ""
         async with asyncio.timeout(30):
             while not re.search(

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.settings import ServerSettings
+from router.server.settings import ServerSettings
 from tests.deploy.services import DEPLOY, ROOT, program
 from tests.unit.own_engines import until
 from tests.unit.server.test_handover import QARR, Routers, routers

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from router.auth.api_keys import add_key, set_team
 from router.policy.profiles import latency_name
-from router.profiling.shadow_evaluation import LOOK_S, QUIET_LOOKS
+from router.profiling.shadow_evaluation import LOOK_S
 from tests.browser.made_up import speed
 from tests.deploy.services import eventually
 from tests.unit.own_engines import until
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 ADDED = {"int8": {"urls": ["http://127.0.0.1:1"], "precision": "int8"}}  # to the first router's tiers
-UNTIL_IDLE_S = (QUIET_LOOKS + 2) * LOOK_S  # after a request: shadow evaluation waits for that many looks without any
+UNTIL_IDLE_S = 4 * LOOK_S  # after a request: shadow evaluation waits for half as long without any
 CHAT = "Hello, how are you today?"
 PROMPTS = (CHAT, "Write a Python function that sorts a list of dicts by a key.", "What is 17 * 23 + 4? Show each step.")
 
@@ -127,7 +127,10 @@ async def two_routers(tmp_path: Path) -> AsyncIterator[Routers]:
         checked = {"live_check_share": 1.0, "max_loss": {"chat": 0.12}}
         for name, policy in (("first", {}), ("second", checked)):
             (profiles := tmp_path / name / "profiles").mkdir(parents=True)
-            own = {"policy": {"profiles": str(profiles), "max_slowdown": 1e9, **policy}}
+            own = {
+                "policy": {"profiles": str(profiles), "max_slowdown": 1e9, **policy},
+                "profile": {"idle_s": 2 * LOOK_S},
+            }
             tiers = {"tiers": ADDED} if name == "first" else {}
             stacks.append(await cleanup.enter_async_context(router_stack(tmp_path / name, {**own, **tiers, **more})))
             stacks[-1].client.headers["authorization"] = f"Bearer {key}"
@@ -135,5 +138,5 @@ async def two_routers(tmp_path: Path) -> AsyncIterator[Routers]:
         identities = {spec.name: spec.identity for spec in fleet.specs}
         profile = tmp_path / "second/profiles" / latency_name(identities, fleet.machine)
         profile.write_text(speed(identities, fleet.machine).model_dump_json())
-        await until(lambda: all(r.speed is not None and r.speed.under_load for r in fleet.replicas))
+        await until(lambda: all(r.state.speed is not None and r.state.speed.under_load for r in fleet.replicas))
         yield Routers(stacks, key=key)

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 from classifier import ModelTokenCounter
 from router.app import wire_router
 from router.auth.access import KeyStore
-from router.settings import load_settings
 from router.telemetry.tracing import Telemetry
 from tests.fakes.engine import serving
+from tests.turned import turned
 from tiers.fleet import Fleet
 from tiers.replica import Replica
-from tiers.snapshot import TemplateTokens
-from tiers.spec import ReplicaStatus, TierName, TierSpec
+from tiers.spec import ReplicaStatus, TemplateTokens, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -35,7 +34,7 @@ async def real_router(
         folder: For profiles.
         overrides: Settings.
     """
-    settings = load_settings(None, {**overrides, "policy": {"profiles": str(folder), **overrides.get("policy", {})}})
+    settings = turned({**overrides, "policy": {"profiles": str(folder), **overrides.get("policy", {})}})
     fleet = Fleet(())
     counter: Any = None
     for name, tier in up.tiers().items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from router.settings import PROJECT
+from router.section import PROJECT
 from tests.ports import reserved_ports
 
 if TYPE_CHECKING:

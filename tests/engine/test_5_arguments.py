@@ -7,7 +7,7 @@ import os
 import subprocess
 from typing import TYPE_CHECKING
 
-from router.settings import EngineSettings
+from router.deployment.settings import EngineSettings
 from tests.deploy.charts import release
 from tests.engine.conftest import QARR
 from tests.unit.tiers.sizing.test_architecture import PUBLISHED, read

@@ -14,7 +14,7 @@ import pytest
 from router.policy.profiles import load_latency, load_profile
 from router.profiling.profile_files import JOURNAL
 from router.profiling.shadow_evaluation import ANSWER_TOKENS
-from router.settings import PROJECT
+from router.section import PROJECT
 from tests.engine.conftest import QARR
 from tests.engine.in_process import real_router
 from tiers.spec import STANDARD_TIERS, TierName
@@ -132,7 +132,10 @@ async def judged_directly(client: httpx.AsyncClient, fleet: Fleet) -> float:
 async def test_live_prompts_are_compared_when_it_is_quiet(up: Up, engine_keys: dict[str, str], tmp_path: Path) -> None:
     """What a cheap tier served is answered again and scored on precise; the rolling regret is a metric."""
     async with (
-        real_router(up, engine_keys, tmp_path, {"policy": {"live_check_share": 1.0}}) as (url, fleet),
+        real_router(up, engine_keys, tmp_path, {"policy": {"live_check_share": 1.0}, "profile": {"idle_s": 1}}) as (
+            url,
+            fleet,
+        ),
         httpx.AsyncClient(timeout=300, trust_env=False) as client,
     ):
         for prompt in CHATS:
@@ -147,7 +150,7 @@ async def test_live_prompts_are_compared_when_it_is_quiet(up: Up, engine_keys: d
         regret = await judged_directly(client, fleet)
         # A token or two may differ: near ties are rounded otherwise in another batch.
         assert float(told.split()[-1]) == pytest.approx(regret, rel=0.3, abs=0.05)
-        assert all(replica.in_flight == 0 for replica in fleet.replicas)
+        assert all(replica.state.in_flight == 0 for replica in fleet.replicas)
 
 
 def speeds_in(folder: Path) -> LatencyProfile:
@@ -176,10 +179,10 @@ async def test_a_router_measures_itself_and_gives_way(up: Up, engine_keys: dict[
         # Long enough that it has not ended when its first bytes are read, however slow this process is.
         counting = {"prompt": "Count from 1 to 200.", "max_tokens": 256, "tier": "fast"}
         async with client.stream("POST", f"{url}/generate", json=counting) as answer:
-            assert sum(replica.in_flight for replica in fleet.replicas) == 1
+            assert sum(replica.state.in_flight for replica in fleet.replicas) == 1
             assert (await profiling())["state"] == "waiting"
             async for _ in answer.aiter_raw():
-                assert sum(replica.in_flight for replica in fleet.replicas) <= 1
+                assert sum(replica.state.in_flight for replica in fleet.replicas) <= 1
         while (await profiling())["done"] == 0:
             await asyncio.sleep(0.2)
         assert (tmp_path / JOURNAL).read_text("utf-8").count("\n") >= 1

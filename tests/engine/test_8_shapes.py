@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from router.settings import EngineSettings
+from router.deployment.settings import EngineSettings
 from tests.engine.collector import Collector
 from tests.engine.conftest import QARR, key_of, started
 from tiers.lifecycle.canary import agreement
@@ -57,8 +57,7 @@ def other(up: Up, int8: Path, engine_keys: dict[str, str], tmp_path_factory: pyt
         "QARR_ENGINE__API_KEY": engine_keys["precise"],
         "QARR_TIERS__PRECISE__REPLICAS": "1",
         "QARR_TIERS__PRECISE__DRAFT": up.tiers()["fast"]["checkpoint"],
-        "QARR_TIERS__PRECISE__DRAFT_TOKENS": "3",
-        "QARR_TIERS__PRECISE__MAX_NUM_BATCHED_TOKENS": "1024",
+        "QARR_TIERS__PRECISE__ENGINE_ARGS": '["--max-num-batched-tokens", "1024"]',
         "QARR_TIERS__PRECISE__ENV": '{"VLLM_CPU_KVCACHE_SPACE": "999"}',  # GiB, which no test machine has
     }
     with started(own, tmp_path_factory, Collector()) as running:

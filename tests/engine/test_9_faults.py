@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import httpx
 import psutil
 
-from router.settings import EngineSettings
+from router.deployment.settings import EngineSettings
 from tests.engine.conftest import HANG_S, QARR
 from tiers.lifecycle.canary import agreement, read_golden
 from tiers.spec import STANDARD_TIERS, TierName

@@ -26,6 +26,7 @@ from router.server.responder import OUT, Responder
 from router.upstream.client import PASSED_AT_ONCE
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.router_stack import Stack, router_stack
+from tiers.breaker import BreakerOptions
 from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
@@ -282,8 +283,8 @@ class CutRouter:
         transports = (upstream._transport, upstream._passing_transport)
         tasks = _tasks() - self._usual
         found = {
-            "leases": sum(r.in_flight for r in replicas),
-            "tokens on replicas": sum(r.prompt_tokens + r.output_tokens + r.kv_tokens_held for r in replicas),
+            "leases": sum(r.state.in_flight for r in replicas),
+            "tokens on replicas": sum(r.state.prompt_tokens + r.output_tokens + r.state.kv.held for r in replicas),
             "probes": sum(r.breaker._held_until is not None for r in replicas),
             "places of keys": pipeline.admission._held.total(),
             "waiting": pipeline.admission.waiting,
@@ -354,12 +355,12 @@ async def cut_router(folder: Path, redis_url: str = "") -> AsyncIterator[CutRout
             "server": {"resume_s": 0.05},
             "state": {"redis_url": redis_url},
             "tiers": {tier: {"max_in_flight": 4} for tier in STANDARD_TIERS},
-            "upstream": {"retry_reserve": 10**6, "breaker_failures": 10**6},
+            "upstream": {"retry_reserve": 10**6, "breaker": BreakerOptions(10**6)},
         }
         stack = await cleanup.enter_async_context(router_stack(folder, settings, tracing))
         generate = _endpoint(stack.app)
         async with asyncio.timeout(60):
-            while any(r.speed is None for r in stack.fleet.replicas):
+            while any(r.state.speed is None for r in stack.fleet.replicas):
                 await asyncio.sleep(0.02)
         engines: dict[TierName | str, Behaviour] = {**stack.engines, "embeddings": embeddings}
         router = CutRouter(stack, engines, spans, key, generate)

@@ -18,9 +18,9 @@ from router.auth.access import KeyStore
 from router.profiling import auto_profile
 from router.profiling.profile_files import JOURNAL
 from router.server.http_protocol import protocol_for
-from router.settings import load_settings
 from router.telemetry.tracing import make_telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
+from tests.turned import turned
 from tests.unit.router_stack import no_faults_in_the_router
 from tiers.fleet import Fleet
 from tiers.replica import Replica
@@ -79,9 +79,8 @@ async def measuring_router(
         (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, TASKS)))
         cleanup.enter_context(patch.object(auto_profile, "TASKS", folder / "tasks.jsonl"))
         urls = await cleanup.enter_async_context(serving_all(*(FakeEngine(b).app for b in engines)))
-        settings = load_settings(
-            None,
-            {"policy": {"profiles": str(folder), "max_slowdown": 1e9}, "profile": {**QUICK, **(profile or {})}},
+        settings = turned(
+            {"policy": {"profiles": str(folder), "max_slowdown": 1e9}, "profile": {**QUICK, **(profile or {})}}
         )
         fleet = Fleet(
             tuple(TierSpec(name, 8192, 8, 16, digest=f"digest of {name}") for name in STANDARD_TIERS), machine="m"

@@ -59,9 +59,15 @@ class Own:
 
 @asynccontextmanager
 async def own_engines(
-    tmp_path: Path, monkeypatch: Any, *tiers: TierName, ready: bool = True, behaviour: Any = None, **options: Any
+    tmp_path: Path,
+    monkeypatch: Any,
+    *tiers: TierName,
+    ready: bool = True,
+    behaviour: Any = None,
+    gib: float = 1,
+    **options: Any,
 ) -> AsyncIterator[Own]:
-    """Start one engine for each tier, and wait until they are ready, or until they have failed."""
+    """Start one engine for each tier, and wait until they are ready, or have failed; ``gib``: KV cache of each."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(fake.__file__)} "$@"\n')
     python.chmod(0o755)
@@ -75,16 +81,16 @@ async def own_engines(
         spec.checkpoint.mkdir(exist_ok=True)
     ports = reserved_ports(len(specs))
     launches = [
-        EngineLaunch(spec, Placement(), python, "fake", "127.0.0.1", port, "key")
+        EngineLaunch(spec, Placement(kv_cache_gib=gib), python, "fake", "127.0.0.1", port, "key")
         for spec, port in zip(specs, ports, strict=True)
     ]
     fleet = Fleet(specs)
     own = Own(fleet, Supervisor(fleet, SupervisorOptions(tmp_path / "logs", stop_grace_s=2, **options)), file)
-    own.supervisor._on_change = lambda r: own.seen.append((r.id, r.state, r.detail))
+    own.supervisor._on_change = lambda r: own.seen.append((r.id, r.state.status, r.state.detail))
     own.supervisor.start(launches)
     try:
         settled = {ReplicaStatus.READY} if ready else {ReplicaStatus.FAILED}
-        await until(lambda: all(r.state in settled for r in fleet.replicas))
+        await until(lambda: all(r.state.status in settled for r in fleet.replicas))
         yield own
     finally:
         await own.supervisor.stop()

@@ -8,8 +8,8 @@ from typing import Any
 from classifier import PromptClass, PromptFeatures
 from router.policy.decision import Basis, Choice, Decision, Estimate, PolicyParameters, Query
 from router.policy.losses import NO_LOSS
-from router.telemetry.record import Outcome, RequestRecord
-from tiers.snapshot import Expectation
+from router.telemetry.record import Outcome, RequestRecord, Served, Times, Tokens
+from tiers.choice import Expectation
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
 
 
@@ -19,7 +19,7 @@ def decision(tier: TierName | None = TierName.FAST, kind: PromptClass = PromptCl
     estimates = tuple(
         Estimate(
             name, "bf16", ReplicaStatus.READY, None, 1, Expectation(100.0, 20.0, 0.0, 0.0), NO_LOSS, 0.0, 0.0, 2.5, 0.0,
-            None, "", slow=False, lossy=False, unfit=False, cached=None,
+            None, "", slow=False, lossy=False, unfit=False, cached=None, meets=True,
         )
         for name in STANDARD_TIERS
     )  # fmt: skip
@@ -30,12 +30,14 @@ def decision(tier: TierName | None = TierName.FAST, kind: PromptClass = PromptCl
 
 
 def record(**fields: Any) -> RequestRecord:
-    """Return the record of a request that the fast tier served undisturbed, but for these fields."""
+    """Return the record of a request that the fast tier served undisturbed, but for these fields, of its groups too."""
     values: dict[str, Any] = {
         "at": 1e9, "request_id": "r", "trace_id": "t", "route": "/generate", "key_id": "", "priority": "standard",
-        "decision": decision(), "outcome": Outcome.OK, "error": None, "served_by": TierName.FAST, "replica": "fast-0",
-        "precision": "awq", "checkpoint": None, "prompt_tokens": 20, "output_tokens": 7, "queue_ms": 30.0,
-        "overhead_ms": 5.0, "ttft_ms": 235.0, "tpot_ms": 25.0, "duration_ms": 400.0, "sla_met": None,
-        "attempts_failed": 0, "continued_on": (),
+        "team": "", "decision": decision(), "outcome": Outcome.OK, "error": None,
+        "served": Served(TierName.FAST, "fast-0", "awq"), "tokens": Tokens(20, 7),
+        "times": Times(30.0, 5.0, 235.0, 25.0, 400.0),
     }  # fmt: skip
+    for group in ("served", "tokens", "times"):
+        own = {name: fields.pop(name) for name in values[group]._fields if name in fields}
+        values[group] = values[group]._replace(**own)
     return RequestRecord(**{**values, **fields})

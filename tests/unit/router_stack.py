@@ -17,10 +17,11 @@ from router.app import wire_router
 from router.auth.access import KeyStore
 from router.deployment.options import fleet_options
 from router.reload import Reloads
+from router.section import PROJECT
 from router.server.http_protocol import protocol_for
-from router.settings import PROJECT, Settings, load_settings
 from router.telemetry.tracing import Telemetry, make_telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
+from tests.turned import turned
 from tiers.fleet import Fleet
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
 from tiers.spec import ReplicaStatus, TierName, TierSpec
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from router.pipeline.pipeline import Pipeline
+    from router.settings import Settings
 
 
 @dataclass(slots=True)
@@ -50,7 +52,7 @@ class Stack:
         return await self.client.post(f"{self.url}/generate", json={"prompt": "hi", **body})
 
     def leases(self) -> int:
-        return sum(r.in_flight + r.prompt_tokens + r.output_tokens for r in self.fleet.replicas)
+        return sum(r.state.in_flight + r.state.prompt_tokens + r.output_tokens for r in self.fleet.replicas)
 
 
 @asynccontextmanager
@@ -70,7 +72,7 @@ async def router_stack(
     async with AsyncExitStack() as cleanup:
         cleanup.enter_context(no_faults_in_the_router())
         # Fakes answer in no time at all, so which of them was measured to be faster is chance.
-        settings: Settings = load_settings(None, {"policy": {"max_slowdown": 1e9}, **(overrides or {})})
+        settings = turned({"policy": {"max_slowdown": 1e9}, **(overrides or {})})
         tiers = settings.tiers
         served_here = [name for name in tiers.names if tiers.of(name).replicas != 0]
         engines = {name: behaviours.get(name, Behaviour()) for name in served_here}
@@ -95,7 +97,7 @@ async def router_stack(
         supervisor.start([], specs)
         cleanup.push_async_callback(supervisor.stop)
         async with asyncio.timeout(60):
-            while not all(r.state is ReplicaStatus.READY for r in fleet.replicas):
+            while not all(r.state.status is ReplicaStatus.READY for r in fleet.replicas):
                 await asyncio.sleep(0.01)
         for behaviour in (*engines.values(), *twins):
             behaviour.requests.clear()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from router.auth.api_keys import read_key_file
-from router.settings import PROJECT
+from router.section import PROJECT
 from tests.unit.router_stack import router_stack
 
 pytestmark = pytest.mark.anyio

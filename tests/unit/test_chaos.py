@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from router.settings import PROJECT
+from router.section import PROJECT
 
 pytestmark = pytest.mark.anyio
 

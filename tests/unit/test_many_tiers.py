@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from router.auth.api_keys import add_key
-from router.settings import SettingsError, load_settings
+from router.section import SettingsError
+from router.settings import load_settings
 from tests.unit.router_stack import events, router_stack
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
 

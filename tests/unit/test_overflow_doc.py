@@ -11,8 +11,10 @@ from router.auth.api_keys import read_keys
 from router.cli.main import make_app
 from router.pipeline.overflow import FULL
 from router.policy.decision import Refusal
-from router.settings import PROJECT, OverflowSettings, load_settings
+from router.section import PROJECT
+from router.settings import load_settings
 from router.upstream.overflow import _LEFT_OUT
+from router.upstream.settings import OverflowSettings
 
 if TYPE_CHECKING:
     from pathlib import Path

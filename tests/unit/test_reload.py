@@ -62,7 +62,7 @@ def test_what_reloads_exists() -> None:
     """Every section names only settings that it has, and a restart is needed for what is not named."""
     known = {".".join(key): reloads for key, _, reloads in leaves(Settings)}
     assert known["limits.max_tokens"]
-    assert known["tiers.precise.urls"]
+    assert known["tiers.*.urls"]
     assert not known["server.port"]
     for section in Settings.model_fields.values():
         named = getattr(section.annotation, "reloads", frozenset())
@@ -144,7 +144,7 @@ async def test_hangup_reloads(tmp_path: Path) -> None:
         keys = tmp_path / "keys.json"
         key, _ = add_key(keys, "me", admin=True)
         file.write_text(
-            f'{LIMITED}[auth]\nkeys_file = "{keys}"\n[policy]\nmax_loss = {{ code = 0.01 }}\nsla_confidence = 0.8\n'
+            f'{LIMITED}[auth]\nkeys_file = "{keys}"\n[policy]\nmax_loss = {{ code = 0.01 }}\ngive_up = "quality"\n'
             '[admission]\nmax_waiting = 3\n[upstream]\nattempts = 2\n[telemetry]\nlog_level = "debug"\n'
         )
         router.process.send_signal(signal.SIGHUP)

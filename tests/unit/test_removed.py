@@ -9,12 +9,14 @@ import pytest
 
 from router import removed
 from router.removed import Removed, removed_argument
-from router.settings import SettingsError, load_settings
+from router.section import SettingsError
+from router.settings import load_settings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 SETTINGS = {"server.fans": Removed("use nginx", refused=True), "copies": Removed("use Envoy", refused=False)}
+SETTINGS["tiers.*.fans"] = SETTINGS["copies"]
 
 
 @pytest.fixture(autouse=True)
@@ -41,14 +43,17 @@ def test_a_refused_variable_says_what_to_use(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_ignored_setting_is_warned_of_once(
     by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "qarr.toml").write_text("[copies]\nurl = 'http://x'\n[server]\nport = 1\n" if by == "file" else "")
+    (tmp_path / "qarr.toml").write_text(
+        "[copies]\nurl = 'http://x'\n[tiers.int8]\nreplicas = 0\nfans = 2\n[server]\nport = 1\n" if by == "file" else ""
+    )
     if by == "variable":
         monkeypatch.setenv("QARR_COPIES__URL", "http://x")
+        monkeypatch.setenv("QARR_TIERS__FAST__FANS", "2")
         monkeypatch.setenv("QARR_SERVER__PORT", "1")
     with caplog.at_level(logging.WARNING):
         assert load_settings(tmp_path / "qarr.toml").server.port == 1
-    name = "copies" if by == "file" else "QARR_COPIES__URL"
-    assert caplog.messages == [f"{name} is ignored, the setting is gone: use Envoy"]
+    names = {"copies", "tiers.int8.fans"} if by == "file" else {"QARR_COPIES__URL", "QARR_TIERS__FAST__FANS"}
+    assert set(caplog.messages) == {f"{name} is ignored, the setting is gone: use Envoy" for name in names}
 
 
 def test_commands_and_options_say_what_to_use() -> None:

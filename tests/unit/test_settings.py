@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import TYPE_CHECKING
 
 import pytest
 from pydantic import ValidationError
 
-from router.settings import (
-    PROJECT,
-    LikeTier,
-    ServerSettings,
-    SettingsError,
-    TelemetrySettings,
-    cache_dir,
-    config_dir,
-    load_settings,
-    runtime_dir,
-    schema,
-    table,
-)
+from router.cli.show_settings import table
+from router.policy.settings import LikeTier
+from router.section import PROJECT, SettingsError, cache_dir, config_dir, runtime_dir
+from router.server.settings import ServerSettings
+from router.settings import Settings, leaves, load_settings
+from router.telemetry.settings import TelemetrySettings
+from tests.imports import modules, room_of
 from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+# Rooms that read another's section; only goes down.
+FOREIGN = {
+    ("accounting", "policy"),
+    ("profiling", "policy"),
+    *(("api", s) for s in ("engine", "server", "telemetry", "tiers")),
+}
 
 
 def test_defaults_need_no_file() -> None:
     """Without a file the contract's bounds hold, and the router listens on loopback."""
     settings = load_settings()
     assert (settings.server.host, settings.server.port) == ("127.0.0.1", 8080)
-    assert (settings.limits.max_prompt_chars, settings.limits.max_prompt_words, settings.limits.max_tokens) == (
-        16000,
-        5000,
-        4096,
-    )
+    limits = settings.limits
+    assert (limits.max_prompt_chars, limits.max_prompt_words, limits.max_tokens) == (16000, 5000, 4096)
     assert [getattr(settings.tiers, n).max_model_len for n in STANDARD_TIERS] == [2048, 4096, 8192]
 
 
@@ -45,8 +44,8 @@ def test_file_then_environment_then_command_line(tmp_path: Path, monkeypatch: py
     file.write_text("[server]\nport = 1111\nhost = '0.0.0.0'\n[tiers.fast]\nmax_in_flight = 7\n")
     monkeypatch.setenv("QARR_SERVER__PORT", "2222")
     monkeypatch.setenv("QARR_TIERS__FAST__MAX_NUM_SEQS", "3")
-    settings = load_settings(file, {"server": {"host": "127.0.0.2", "port": None}})
-    assert (settings.server.port, settings.server.host) == (2222, "127.0.0.2")
+    settings = load_settings(file, {"server": {"host": "127.0.0.2", "port": None}, "tiers": {"fast": {"replicas": 2}}})
+    assert (settings.server.port, settings.server.host, settings.tiers.fast.replicas) == (2222, "127.0.0.2", 2)
     assert (settings.tiers.fast.max_in_flight, settings.tiers.fast.max_num_seqs) == (7, 3)
     assert settings.tiers.fast.max_model_len == 2048
 
@@ -59,7 +58,7 @@ def test_file_then_environment_then_command_line(tmp_path: Path, monkeypatch: py
         ("[tiers.fast]\nmax_model_len = 'long'", "tiers.fast.max_model_len"),
         ("[tiers.huge]\nmax_model_len = 1", "tiers.huge"),
         ("[policy.max_loss]\npoetry = 0.1", "policy.max_loss.poetry"),
-        ("[policy]\nnegligible_loss = 2", "policy.negligible_loss"),
+        ("[policy]\nmax_slowdown = 1", "policy.max_slowdown"),
         ("[telemetry]\ntrace_url = 'http://viewer/trace/'", "telemetry.trace_url: an address that begins with http"),
         ("not toml", "is not TOML"),
         ("[tiers.fast]\nurls = ['notaurl']", "tiers.fast.urls.0: this is no address that begins with http"),
@@ -176,15 +175,6 @@ def test_what_kubernetes_sets_for_a_service_is_no_setting(
     assert load_settings().server == ServerSettings()
 
 
-def test_the_command_line_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "qarr.toml"
-    file.write_text("[server]\nport = 1\nmax_body_bytes = 5000\n[limits]\nmax_tokens = 7\n")
-    monkeypatch.setenv("QARR_SERVER__PORT", "2")
-    monkeypatch.setenv("QARR_SERVER__MAX_BODY_BYTES", "6000")
-    settings = load_settings(file, {"server": {"port": 3}})
-    assert (settings.server.port, settings.server.max_body_bytes, settings.limits.max_tokens) == (3, 6000, 7)
-
-
 def test_the_file_may_come_from_a_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A file that is named on the command line is read in its place, and an empty variable names none."""
     (tmp_path / "a.toml").write_text("[server]\nport = 1\n")
@@ -198,7 +188,7 @@ def test_the_file_may_come_from_a_variable(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_every_mistake_is_named_at_once(tmp_path: Path) -> None:
     file = tmp_path / "qarr.toml"
-    file.write_text("[server]\nport = -1\nprot = 2\n[policy]\nnegligible_loss = 'high'\n")
+    file.write_text("[server]\nport = -1\nprot = 2\n[policy]\nmax_slowdown = 'high'\n")
     with pytest.raises(SettingsError) as caught:
         load_settings(file)
     lines = str(caught.value).splitlines()
@@ -266,18 +256,16 @@ def test_the_table_names_folders_and_no_paths() -> None:
     assert defaults["engine.log_dir"] == "`<cache>/logs`"
     assert defaults["server.runtime_dir"] == "`<runtime>`"
     assert defaults["engine.python"] == "`<project>/.venv-engine/bin/python`"
-    assert {
-        defaults[key] for key in ("tiers.*.urls", "state.redis_url", "policy.prices", "telemetry.decision_log")
-    } == {"none"}
+    assert {defaults[key] for key in ("tiers.*.urls", "state.redis_url", "policy.prices")} == {"none"}
     assert not [row for row in rows if str(PROJECT) in row or "SecretStr" in row]
 
 
 def test_the_schema_allows_what_the_settings_allow() -> None:
-    found = schema()
+    found = Settings.model_json_schema()
     server = found["$defs"]["ServerSettings"]
     assert server["additionalProperties"] is False
     assert (server["properties"]["port"]["minimum"], server["properties"]["port"]["maximum"]) == (0, 65535)
-    assert found["$defs"]["PolicySettings"]["properties"]["negligible_loss"]["maximum"] == 1
+    assert found["$defs"]["PolicySettings"]["properties"]["max_slowdown"]["exclusiveMinimum"] == 1
 
 
 @pytest.mark.parametrize("value", ["2", "-0.1", '"balanced"', '{ like = "precise" }'])
@@ -323,3 +311,25 @@ def test_an_overflow_is_named_by_its_host() -> None:
     ):
         options = load_settings(None, {"overflow": {"url": url, "model": "m", "name": name}}).overflow
         assert (options.shown_name, options.url.endswith("/")) == (shown, False)
+
+
+def test_a_section_is_read_by_its_own_room() -> None:
+    """Each setting is read somewhere; rooms that wire, start and show see all sections, others their own and a few."""
+    known = modules()
+    trees = {name: ast.parse(path.read_text("utf-8")) for name, path in known.items() if name.startswith("router.")}
+    sections = {name: field.annotation.__module__ for name, field in Settings.model_fields.items()}  # type: ignore[union-attr]
+    foreign, read = set(), set()
+    for name, tree in trees.items():
+        room = name.split(".")[1]
+        own = {node for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        read |= {node.attr for node in own if room_of(name) != "settings"}
+        if room not in {"app", "deployment", "cli", "settings"}:
+            named = {
+                node.attr for node in own if ast.unparse(node.value).rpartition(".")[2] in {"settings", "_settings"}
+            }
+            foreign |= {(room, section) for section in named & sections.keys() if room not in sections[section]}
+    assert {key[-1] for key, _, _ in leaves(Settings)} - read == {
+        "interactive",
+        "standard",
+    }  # by the name of a priority
+    assert foreign <= FOREIGN

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from router.settings import PROJECT
+from router.section import PROJECT
 from tests.ports import reserved_ports
 
 if TYPE_CHECKING:

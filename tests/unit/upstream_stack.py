@@ -15,7 +15,6 @@ from classifier import PromptClass, PromptFeatures
 from router.policy.decide import decide
 from router.policy.decision import Query
 from router.policy.table import PolicyStore
-from router.settings import load_settings
 from router.telemetry.tracing import Telemetry
 from router.upstream.client import Upstream
 from router.upstream.engine_request import EngineRequest
@@ -23,6 +22,7 @@ from router.upstream.engine_stream import EngineStream
 from router.upstream.progress import Resumption
 from router.upstream.transport import EngineTransport
 from tests.fakes.engine import Behaviour, FakeEngine
+from tests.turned import turned
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import PRECISIONS, STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
@@ -73,7 +73,9 @@ class UpstreamStack:
         return answer
 
     def held(self) -> int:
-        return sum(r.in_flight + r.slots + r.prompt_tokens + r.output_tokens for r in self.fleet.replicas)
+        return sum(
+            r.state.in_flight + r.state.slots + r.state.prompt_tokens + r.output_tokens for r in self.fleet.replicas
+        )
 
     def asked(self) -> list[int]:
         return [len(engine.requests) for engine in self.engines.values()]
@@ -87,14 +89,14 @@ async def upstream_stack(
     async with AsyncExitStack() as cleanup:
         engines = {name: behaviours.get(name, Behaviour()) for name in STANDARD_TIERS}
         urls = [await cleanup.enter_async_context(_serving(FakeEngine(b).app)) for b in engines.values()]
-        settings = load_settings(None, {"upstream": overrides or {}})
+        settings = turned({"upstream": overrides or {}})
         specs = tuple(
             TierSpec(n, 4096, 16, LIMIT, urls=(url,), precision=PRECISIONS[n])
             for n, url in zip(STANDARD_TIERS, urls, strict=True)
         )
         fleet = Fleet(specs)
         for spec in specs:
-            fleet.add(Replica(f"{spec.name}-0", spec, spec.urls[0], "", "fake", state=ReplicaStatus.READY))
+            fleet.add(Replica(f"{spec.name}-0", spec, spec.urls[0], "", "fake", status=ReplicaStatus.READY))
         policy, telemetry = PolicyStore(settings.policy, fleet), telemetry or Telemetry(None)
         upstream = Upstream(fleet, EngineTransport(), settings.upstream, telemetry, policy)
         cleanup.push_async_callback(upstream.aclose)

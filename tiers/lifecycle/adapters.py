@@ -94,8 +94,8 @@ class AdapterLoader:
         if adapter.name == replica.model or adapter.name in replica.spec.adapters:
             why = f"already has a model {adapter.name}: unload it first, or choose another name"
             return AdapterResult(replica.id, done=False, detail=why)
-        if replica.state not in ALIVE:
-            return AdapterResult(replica.id, done=False, detail=f"is {replica.state.value}")
+        if replica.state.status not in ALIVE:
+            return AdapterResult(replica.id, done=False, detail=f"is {replica.state.status.value}")
         try:
             await self._control.probe(engine).load_adapter(adapter)
             engine.adapters[adapter.name] = adapter
@@ -108,8 +108,10 @@ class AdapterLoader:
     async def _unload(self, engine: Engine, name: str) -> AdapterResult:
         replica = engine.replica
         known = engine.adapters.pop(name, None)
-        if replica.state not in ALIVE:
-            return AdapterResult(replica.id, done=known is not None, detail=f"is {replica.state.value}, forgotten")
+        if replica.state.status not in ALIVE:
+            return AdapterResult(
+                replica.id, done=known is not None, detail=f"is {replica.state.status.value}, forgotten"
+            )
         try:
             await self._control.probe(engine).unload_adapter(name)
             await self._control.list_adapters(engine)

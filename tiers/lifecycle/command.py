@@ -58,8 +58,6 @@ def engine_options(launch: EngineLaunch) -> list[str]:
     tier, placement = launch.tier, launch.placement
     argv = ["--model", str(tier.checkpoint), "--served-model-name", launch.served_model]
     argv += ["--max-model-len", str(tier.max_model_len), "--max-num-seqs", str(tier.max_num_seqs)]
-    if tier.max_num_batched_tokens is not None:
-        argv += ["--max-num-batched-tokens", str(tier.max_num_batched_tokens)]
     if tier.tensor_parallel > 1:
         argv += ["--tensor-parallel-size", str(tier.tensor_parallel)]
     if tier.pipeline_parallel > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
 from tiers.lifecycle.watchdog import Restarts, Wear
@@ -39,7 +39,6 @@ class Engine:
         started_at: When it was last started.
         again: Set to restart it, whatever it does; one that runs elsewhere is checked again if it is quarantined.
         recycle: Why it is to be recycled; None: it is not, as one that runs elsewhere never is.
-        worn_at: When that was last found.
         leaving: Whether it is being removed, and can no longer be kept.
         served: What it said that it serves when it was warmed: name, context length and checkpoint; None: not yet warmed.
         adapters: LoRA adapters that were loaded while it ran, by name; loaded again whenever it starts.
@@ -47,7 +46,7 @@ class Engine:
 
     replica: Replica
     launch: EngineLaunch | None
-    options: WatchdogOptions
+    options: InitVar[WatchdogOptions]
     restarts: Restarts = field(init=False)
     wear: Wear = field(init=False)
     process: EngineProcess | None = None
@@ -63,13 +62,12 @@ class Engine:
     started_at: float = field(default_factory=time.monotonic)
     again: asyncio.Event = field(default_factory=asyncio.Event)
     recycle: str | None = None
-    worn_at: float = 0.0
     leaving: bool = False
     served: tuple[str, int, str | None] | None = None
     adapters: dict[str, Adapter] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.restarts = Restarts(self.options)
+    def __post_init__(self, options: WatchdogOptions) -> None:
+        self.restarts = Restarts(options)
         self.begun()
 
     @property
@@ -86,7 +84,7 @@ class Engine:
 
     def begun(self) -> None:
         """Note that the engine is being started."""
-        self.wear = Wear(self.options)
+        self.wear = Wear(self.restarts.options)
         self.started_at = time.monotonic()
         self.ready_at = self.recycle = None
         self.again.clear()
@@ -94,7 +92,8 @@ class Engine:
     def ended(self) -> float:
         """Note that the engine's process has ended; return for how many seconds it was ready."""
         ready_s = 0.0 if self.ready_at is None else time.monotonic() - self.ready_at
-        self.process = self.replica.pid = self.ready_at = None
+        self.process = self.ready_at = None
+        self.replica.update(pid=None)
         return ready_s
 
 

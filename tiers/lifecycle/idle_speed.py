@@ -42,10 +42,10 @@ class IdleSpeed:
             await asyncio.sleep(POLL_S)
             if not self.quiet():
                 busy_at = time.monotonic()
-            ready = [r for r in self._fleet.replicas if r.state is ReplicaStatus.READY]
+            ready = [r for r in self._fleet.replicas if r.state.status is ReplicaStatus.READY]
             taken = {r.id: taken[r.id] for r in self._fleet.replicas if r.id in taken}
             for replica in ready:
-                if replica.speed is None:
+                if replica.state.speed is None:
                     taken.pop(replica.id, None)
                 profiled = self._fleet.speeds.get(replica.spec.name)
                 if profiled is not None and replica.learns:
@@ -60,8 +60,8 @@ class IdleSpeed:
                 async with lock:
                     speed = await self.measure(replica)
                 # A profile may have been loaded meanwhile.
-                if speed is not None and replica.state is ReplicaStatus.READY and not self._profiled(replica):
-                    replica.measured(speed if replica.speed is None else replica.speed.fastest(speed))
+                if speed is not None and replica.state.status is ReplicaStatus.READY and not self._profiled(replica):
+                    replica.measured(speed if replica.state.speed is None else replica.state.speed.fastest(speed))
                     taken[replica.id] = count + 1, time.monotonic() + PAUSE_S * 2**count
 
     async def measure(self, replica: Replica) -> SpeedModel | None:
@@ -97,10 +97,10 @@ class IdleSpeed:
         if self._fleet.preparations.making:
             return False
         busy = {ReplicaStatus.STARTING, ReplicaStatus.WARMING}
-        return not any(r.in_flight or r.state in busy for r in self._fleet.replicas if r is not but)
+        return not any(r.state.in_flight or r.state.status in busy for r in self._fleet.replicas if r is not but)
 
     def _profiled(self, replica: Replica) -> bool:
         return replica.spec.name in self._fleet.speeds
 
     def _requests(self) -> int:
-        return sum(r.served + r.failed + r.in_flight for r in self._fleet.replicas)
+        return sum(r.state.served + r.state.failed + r.state.in_flight for r in self._fleet.replicas)

@@ -44,12 +44,10 @@ class OperationOptions:
     Attributes:
         drain_s: Time for open requests to finish; afterwards a restart or a recycling aborts them, and a removal leaves
             them to the engine.
-        beside: Recycle by starting a new engine beside the old one, if memory allows it.
         recycle_every_s: Interval at which each engine is recycled; 0: never.
     """
 
     drain_s: float = 120.0
-    beside: bool = True
     recycle_every_s: float = 0.0
 
 
@@ -162,8 +160,6 @@ class Operations:
             raise NotPossible(
                 f"{replica_id} was not started here: {kind} it where it runs; 'drain' keeps requests from it"
             )
-        if kind == "recycle" and not self._options.beside:
-            self._check_floor(engine)
         return self._started(kind, engine, now=now)
 
     def _started(self, kind: Kind, engine: Engine, *, now: bool = False) -> Operation:
@@ -197,7 +193,7 @@ class Operations:
             await asyncio.sleep(POLL_S)
             ours = [e for e in self._control.engines if e.launch is not None]
             for number, engine in enumerate(ours):
-                if not self._running and engine.replica.state is ReplicaStatus.READY:
+                if not self._running and engine.replica.state.status is ReplicaStatus.READY:
                     self._recycle_in_time(engine, began, (number + 1) / len(ours))
 
     def _recycle_in_time(self, engine: Engine, began: float, share: float) -> None:
@@ -273,7 +269,7 @@ class Operations:
     async def _remove(self, operation: Operation, engine: Engine) -> None:
         """Send no more requests, wait for the open ones, and forget the engine, which runs elsewhere."""
         self._control.hold(engine, "drains, to be removed")
-        left = engine.replica.in_flight if operation.now else await self._drained(operation, engine.replica)
+        left = engine.replica.state.in_flight if operation.now else await self._drained(operation, engine.replica)
         engine.leaving, operation.detail = True, "is forgotten"
         await self._control.retire(engine)
         operation.detail = "removed" + (f"; the engine has {left} open requests to finish" if left else "")
@@ -281,12 +277,12 @@ class Operations:
 
     async def _resume(self, operation: Operation, engine: Engine) -> None:
         """Send requests again; an engine that is quarantined is warmed up and compared first."""
-        quarantined = engine.replica.state is ReplicaStatus.QUARANTINED
+        quarantined = engine.replica.state.status is ReplicaStatus.QUARANTINED
         self._control.resume(engine)
         if quarantined:
             operation.detail = "is checked again"
             await _settled(engine)
-        operation.detail = f"is {engine.replica.state.value}"
+        operation.detail = f"is {engine.replica.state.status.value}"
 
     async def _restart(self, operation: Operation, engine: Engine) -> None:
         """Drain, stop and start an engine, and wait until it is ready."""
@@ -300,16 +296,13 @@ class Operations:
             _check_watched(engine)
             await asyncio.sleep(POLL_S)
         await _settled(engine)
-        operation.detail = f"is {engine.replica.state.value}"
+        operation.detail = f"is {engine.replica.state.status.value}"
 
     async def _recycle(self, operation: Operation, engine: Engine) -> None:
         """Replace an engine by a new one: beside it if there is memory for both, otherwise in place."""
         assert engine.launch is not None
-        lacking: str | None = "engine.recycle says so"
-        if self._options.beside:
-            machine = await asyncio.to_thread(read_machine)
-            lacking = lacking_for_one_more(machine, engine.launch.tier, engine.launch.placement)
-        if lacking:
+        machine = await asyncio.to_thread(read_machine)
+        if lacking := lacking_for_one_more(machine, engine.launch.tier, engine.launch.placement):
             self._check_floor(engine)
             log.info("%s is recycled in place: %s", engine.replica.id, lacking)
             await self._restart(operation, engine)
@@ -333,18 +326,18 @@ class Operations:
     async def _drained(self, operation: Operation, replica: Replica) -> int:
         """Wait up to ``drain_s`` for open requests to finish; return the number that are left."""
         deadline = time.monotonic() + self._options.drain_s
-        while replica.in_flight and time.monotonic() < deadline:
-            operation.detail = f"waits for {replica.in_flight} open requests"
+        while replica.state.in_flight and time.monotonic() < deadline:
+            operation.detail = f"waits for {replica.state.in_flight} open requests"
             await asyncio.sleep(POLL_S)
-        return replica.in_flight
+        return replica.state.in_flight
 
     def _check_floor(self, engine: Engine) -> None:
         """Raise ``NotPossible`` unless another replica is ready while an engine is away."""
         others = (r for r in self._control.fleet.replicas if r is not engine.replica)
-        if not any(r.state is ReplicaStatus.READY for r in others):
+        if not any(r.state.status is ReplicaStatus.READY for r in others):
             raise NotPossible(
-                f"no other replica is ready, and there is no memory for a second engine beside {engine.replica.id} "
-                f"(or engine.recycle forbids it): nothing would serve meanwhile; 'restart' does it all the same"
+                f"no other replica is ready, and there is no memory for a second engine beside {engine.replica.id}: "
+                f"nothing would serve meanwhile; 'restart' does it all the same"
             )
 
 
@@ -357,11 +350,11 @@ def _break_off(running: Operation) -> None:
 async def _settled(engine: Engine) -> None:
     """Wait until a starting engine is ready; raise ``NotPossible`` if it fails or is no longer watched."""
     replica = engine.replica
-    while replica.state in {ReplicaStatus.STARTING, ReplicaStatus.WARMING}:
+    while replica.state.status in {ReplicaStatus.STARTING, ReplicaStatus.WARMING}:
         _check_watched(engine)
         await asyncio.sleep(POLL_S)
-    if replica.state not in {ReplicaStatus.READY, ReplicaStatus.DRAINING}:
-        raise NotPossible(f"{replica.id} did not become ready: {replica.detail}")
+    if replica.state.status not in {ReplicaStatus.READY, ReplicaStatus.DRAINING}:
+        raise NotPossible(f"{replica.id} did not become ready: {replica.state.detail}")
 
 
 def _check_watched(engine: Engine) -> None:

@@ -91,7 +91,6 @@ class SupervisorOptions:
         operations: How engines are drained and recycled.
         canary: Compares engines with recorded answers; None: no comparison.
         discovery: Where engines that come and go are named.
-        live_speed: Whether speeds without a profile are learned from live requests.
     """
 
     log_dir: Path
@@ -103,7 +102,6 @@ class SupervisorOptions:
     operations: OperationOptions = field(default_factory=OperationOptions)
     canary: Canary | None = None
     discovery: DiscoveryOptions = field(default_factory=DiscoveryOptions)
-    live_speed: bool = True
 
 
 class Supervisor:
@@ -149,8 +147,7 @@ class Supervisor:
         self.launch(launches)
         works = [(self._idle_speed.run, "measuring speeds"), (self.operations.run, "recycling")]
         works += [(self._watch_processors, "watching processors"), (self.operations.roster.run, "adding engines")]
-        if self._options.live_speed:
-            works.append((LiveSpeed(self.fleet).run, "learning speeds"))
+        works.append((LiveSpeed(self.fleet).run, "learning speeds"))
         self.operations.roster.begin(external)
         works += Discovery(self.fleet, self.operations.roster, self._options.discovery).works()
         self._tasks += [asyncio.create_task(lasting(work, name), name=name) for work, name in works]
@@ -205,15 +202,15 @@ class Supervisor:
     def hold(self, engine: Engine, why: str) -> None:
         """Send an engine no new requests; open ones go on."""
         engine.held = why
-        if engine.replica.state is ReplicaStatus.READY:
+        if engine.replica.state.status is ReplicaStatus.READY:
             self._mark(engine.replica, ReplicaStatus.DRAINING, why)
 
     def resume(self, engine: Engine) -> None:
         """Send an engine requests again, as soon as it is ready."""
         engine.held = None
-        if engine.replica.state is ReplicaStatus.DRAINING:
+        if engine.replica.state.status is ReplicaStatus.DRAINING:
             self._mark(engine.replica, ReplicaStatus.READY, engine.remark)
-        elif engine.replica.state is ReplicaStatus.QUARANTINED:
+        elif engine.replica.state.status is ReplicaStatus.QUARANTINED:
             self._mark(engine.replica, ReplicaStatus.WARMING, "checked again, as asked for")
             engine.again.set()
 
@@ -279,17 +276,17 @@ class Supervisor:
         engine.task = asyncio.create_task(lasting(life, name), name=name)
         return engine
 
-    def _mark(self, replica: Replica, state: ReplicaStatus, detail: str | None = None) -> None:
-        if replica.state is state and replica.detail == detail:
+    def _mark(self, replica: Replica, status: ReplicaStatus, detail: str | None = None) -> None:
+        if replica.state.status is status and replica.state.detail == detail:
             return
-        replica.mark(state, detail)
-        if state in {ReplicaStatus.READY, ReplicaStatus.FAILED}:
+        replica.mark(status, detail)
+        if status in {ReplicaStatus.READY, ReplicaStatus.FAILED}:
             self.fleet.preparations.settled(replica.spec.name)
-        restarts = state is ReplicaStatus.STARTING and detail is not None
-        wrong = restarts or state in {ReplicaStatus.FAILED, ReplicaStatus.UNREACHABLE, ReplicaStatus.QUARANTINED}
+        restarts = status is ReplicaStatus.STARTING and detail is not None
+        wrong = restarts or status in {ReplicaStatus.FAILED, ReplicaStatus.UNREACHABLE, ReplicaStatus.QUARANTINED}
         level = logging.WARNING if wrong else logging.INFO
-        log.log(level, "%s is %s%s", replica.id, state.value, f": {detail}" if detail else "")
-        self._tell(replica, capacity=state is ReplicaStatus.READY)
+        log.log(level, "%s is %s%s", replica.id, status.value, f": {detail}" if detail else "")
+        self._tell(replica, capacity=status is ReplicaStatus.READY)
 
     def _tell(self, replica: Replica, *, capacity: bool = False) -> None:
         """Tell observers of a change; ``capacity``: there is more of it."""
@@ -380,7 +377,8 @@ class Supervisor:
         check_port_free(launch.host, launch.port)
         env = engine_environment(launch, os.environ)
         process = await EngineProcess.start(engine_argv(launch), env, path, launch.placement.cores)
-        engine.process, replica.pid = process, process.pid
+        engine.process = process
+        replica.update(pid=process.pid)
         life = asyncio.create_task(self._serve(engine))
         death = asyncio.create_task(process.wait())
         asked = asyncio.create_task(engine.again.wait())
@@ -423,7 +421,7 @@ class Supervisor:
             for e in takewhile(lambda e: e.replica is not replica, self._engines.values())
             if e.launch is not None and not gpus.isdisjoint(e.launch.placement.gpus)
         ]
-        while any(r.state in {ReplicaStatus.STARTING, ReplicaStatus.WARMING} for r in earlier):  # noqa: ASYNC110
+        while any(r.state.status in {ReplicaStatus.STARTING, ReplicaStatus.WARMING} for r in earlier):  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
 
     async def _until_alive(self, replica: Replica, probe: EngineProbe, limit_s: float, missing: str) -> None:
@@ -447,7 +445,7 @@ class Supervisor:
                 places = engine.launch.placement.gpus
                 found = next((gpus[gpu] for gpu in places if gpu in gpus), None) if places else held_back
                 engine.note_throttled(found, then)
-                if engine.replica.state is ReplicaStatus.READY:
+                if engine.replica.state.status is ReplicaStatus.READY:
                     self._mark(engine.replica, ReplicaStatus.READY, engine.remark)
 
     async def _run_elsewhere(self, engine: Engine) -> None:
@@ -584,9 +582,9 @@ class Supervisor:
             replica.progressed(now)
         if replica.silence_s(now) > limit_s:
             if await hangs(probe, replica):
-                raise EngineHung(f"hung: {replica.in_flight} requests, no token for {limit_s:g} s")
+                raise EngineHung(f"hung: {replica.state.in_flight} requests, no token for {limit_s:g} s")
             replica.progressed(time.monotonic())
-        sequences, gauges = replica.sequences, replica.gauges
+        sequences, gauges = replica.state.load.sequences, replica.state.gauges
         if engine.launch is None and gauges is not None:  # others may use it, and are soon gone again
             sequences = max(sequences, gauges.running + gauges.waiting)
         worn = engine.wear.note(now, off_by(replica, now), counters, sequences=sequences)
@@ -598,19 +596,19 @@ class Supervisor:
                 self._spare(engine, worn, others, now)
             else:
                 engine.recycle = worn
-            engine.worn_at = now
-        elif now - engine.worn_at > WORN_S:
+            engine.wear.found_at = now
+        elif now - engine.wear.found_at > WORN_S:
             engine.recycle = None
 
     def _ready_beside(self, replica: Replica) -> list[Replica]:
-        return [r for r in self.fleet.replicas if r is not replica and r.state is ReplicaStatus.READY]
+        return [r for r in self.fleet.replicas if r is not replica and r.state.status is ReplicaStatus.READY]
 
     def _spare(self, engine: Engine, worn: str, others: Sequence[Replica], now: float) -> None:
         """Raise ``EngineSlow`` if another replica of its tier can do a slow engine's work: better slow answers than none."""
         replica = engine.replica
         if any(r.spec.name is replica.spec.name for r in others):
             raise EngineSlow(f"too slow: {worn}")
-        if now - engine.worn_at > WORN_S:
+        if now - engine.wear.found_at > WORN_S:
             log.warning("%s serves on, as the last ready one of its tier, though it is too slow: %s", replica.id, worn)
 
     def probe(self, engine: Engine) -> EngineProbe:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tiers.errors import ProbeError, RefusedError, WarmupFailed
 from tiers.probe import CHAT, COMPLETIONS
-from tiers.snapshot import TemplateTokens
+from tiers.spec import TemplateTokens
 from tiers.speed import SpeedModel
 
 if TYPE_CHECKING:
@@ -100,8 +100,7 @@ def check_answer(text: str, plan: WarmupPlan) -> None:
     if broken or plan.expected.casefold() not in text.casefold():
         raise WarmupFailed(
             f"asked {plan.question!r}, the engine answered {text!r}, expected {plan.expected or 'sane text'!r}: "
-            f"a wrong checkpoint or a broken kernel; for a model that answers otherwise set engine.warmup_question and "
-            f"engine.warmup_expected"
+            f"a wrong checkpoint or a broken kernel; for a model that answers otherwise set engine.warmup_expected"
         )
 
 

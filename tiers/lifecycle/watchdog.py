@@ -51,7 +51,7 @@ class Restarts:
     """One engine's exits, and the wait after each."""
 
     def __init__(self, options: WatchdogOptions) -> None:
-        self._options = options
+        self.options = options
         self._exits: deque[float] = deque()
         self.count = 0
 
@@ -62,9 +62,9 @@ class Restarts:
         """
         if ready_s >= STEADY_S:
             self.count = 0
-        while self._exits and now - self._exits[0] > self._options.restart_window_s:
+        while self._exits and now - self._exits[0] > self.options.restart_window_s:
             self._exits.popleft()
-        if len(self._exits) >= self._options.max_restarts:
+        if len(self._exits) >= self.options.max_restarts:
             return None
         self._exits.append(now)
         self.count += 1
@@ -89,6 +89,7 @@ class Wear:
         self._calm = Counters()
         self._best_pace = math.inf
         self._off, self._own = _Spell(), _Spell()
+        self.found_at = 0.0  # when it was last found to be so slow, in monotonic seconds
 
     def note(self, now: float, off: float, counters: Counters, *, sequences: int) -> str | None:
         """Take in one reading; return why the engine is to be recycled, or None.
@@ -142,11 +143,7 @@ class _Spell:
 
 def off_by(replica: Replica, now: float) -> float:
     """Return seen over predicted time of a replica's answers: the worse of TTFT and TPOT; 1 while unknown."""
-    if replica.speed is None:
-        return 1.0
-    ttft = replica.ttft_trend.faded(now, replica.speed.ttft_spread).mean
-    tpot = replica.tpot_trend.faded(now, replica.speed.tpot_spread).mean
-    return math.exp(max(ttft, tpot))
+    return math.exp(max(replica.state.trends.means(now, replica.state.speed)))
 
 
 async def hangs(probe: EngineProbe, replica: Replica) -> bool:

@@ -15,17 +15,17 @@ from rich.text import Text
 
 from router.cli.client import KeyOption, UrlOption  # noqa: TC001  typer reads them
 from router.cli.common import ConfigOption, output
-from router.cli.doctor import files, machine, network
-from router.cli.doctor.findings import Check, CheckContext, Health, ok, problem, warning
-from router.settings import Settings, SettingsError, load_settings
+from router.cli.doctor.checks import CHECKS, CheckContext, Health, ok, problem, warning
+from router.section import SettingsError
+from router.settings import load_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from rich.console import Console
 
-    from router.cli.doctor.findings import Finding
+    from router.cli.doctor.checks import Finding
 
 SHADES = {Health.OK: "green", Health.WARNING: "yellow", Health.PROBLEM: "bold red"}
 NAME_WIDTH = 22
@@ -74,21 +74,17 @@ def _print(console: Console, finding: Finding) -> None:
 
 def examine(config: Path | None, *, url: str, key: str) -> Iterator[Finding]:
     """Yield the findings of every check, one after another; without ``url`` of the router of the settings."""
-    checks: tuple[Check, ...] = (*machine.CHECKS, *files.CHECKS, *network.CHECKS)
     try:
         settings = load_settings(config)
-        about = ok(f"valid{f', from {config}' if config else ''}", "settings")
     except SettingsError as error:
-        settings, checks = Settings.model_construct(), ()
         # The first line without the value, which may be a secret.
         text = str(error).splitlines()[0].partition(" (got ")[0]
-        about = problem(text, "'qarr settings' lists every setting; most checks need them", "settings")
-    yield replace(about, group="settings")
-    yield from _run(checks, CheckContext(settings, url=url.rstrip("/"), key=key))
-
-
-def _run(checks: Iterable[Check], context: CheckContext) -> Iterator[Finding]:
-    for group, name, check in checks:
+        found = problem(text, "'qarr settings' lists every setting; most checks need them", "settings")
+        yield replace(found, group="settings")
+        return
+    yield replace(ok(f"valid{f', from {config}' if config else ''}", "settings"), group="settings")
+    context = CheckContext(settings, url=url.rstrip("/"), key=key)
+    for group, name, check in CHECKS:
         try:
             for finding in check(context):
                 yield replace(finding, group=group, check=finding.check or name)

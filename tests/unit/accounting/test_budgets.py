@@ -14,7 +14,7 @@ import pytest
 from router.accounting.budgets import Hold, periods
 from router.accounting.database import Database
 from router.accounting.ledgers import SqliteLedger
-from router.auth.api_keys import MICRO, add_key, read_keys, set_team
+from router.auth.api_keys import MICRO, Account, add_key, read_keys, set_team
 from router.telemetry.record import Cost, Outcome
 from tests.unit.own_engines import until
 from tests.unit.router_stack import Stack, events, router_stack
@@ -135,7 +135,7 @@ async def test_over_budget_is_a_clear_429(tmp_path: Path) -> None:
 
 
 async def _spend(ledger: SqliteLedger, account: str, engine_us: int) -> None:
-    hold = Hold(secrets.token_hex(4), (account,), periods(datetime.now(UTC).timestamp()), Cost())
+    hold = Hold(secrets.token_hex(4), (Account(account, "", ()),), periods(datetime.now(UTC).timestamp()), Cost())
     await ledger.settle(hold, Cost(engine_us, 0))
 
 

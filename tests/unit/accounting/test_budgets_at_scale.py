@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from router.settings import PROJECT
+from router.section import PROJECT
 
 if TYPE_CHECKING:
     from tests.conftest import RedisServer

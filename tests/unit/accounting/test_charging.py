@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from router.accounting.charging import FALLBACK, Pricing, pricing_of
 from router.policy.decide import decide
-from router.policy.explain import verdict
 from router.telemetry.record import Cost, TierUsage
 from tests.unit.policy.test_decide import BALANCED, FAST, PRECISE, TABLE, fleet, query
 from tiers.spec import TierSpec
@@ -25,7 +24,7 @@ DECISION = decide(query(), fleet(speeds=SPEEDS), TABLE)
 def test_a_cost_is_what_the_decision_weighs() -> None:
     """For the tokens that were predicted, it is the cost on the decision's report."""
     for tier in (FAST, PRECISE):
-        expected = verdict(DECISION, tier).cost
+        expected = DECISION.estimate(tier).cost
         assert expected is not None
         usage = TierUsage(tier, 20, 0, 100)  # the fleet expects answers at full length
         assert abs(PLAIN.cost(DECISION, (usage,)).engine_us / 1e6 - expected) <= 0.0001

@@ -19,17 +19,17 @@ from router.accounting.budgets import BudgetUnknown, NoPrice, OverBudget, period
 from router.accounting.database import Database
 from router.accounting.ledgers import LEASE_S, MemoryLedger, RedisLedger, SqliteLedger
 from router.accounting.reservations import Reservation, Reservations
+from router.accounting.settings import BudgetSettings
 from router.auth.api_keys import Account, Budget, Caller
-from router.settings import BudgetSettings
 from router.telemetry.record import Cost
 from tests.unit.accounting.test_ledgers import DAY, Clock
 from tests.unit.own_engines import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from router.accounting.budgets import Bound, Hold, Taken
+    from router.accounting.budgets import Hold, Taken
     from router.accounting.ledgers import BudgetLedger
     from tests.conftest import RedisServer
 
@@ -118,10 +118,10 @@ class SlowLedger(MemoryLedger):
         super().__init__()
         self.asked, self.go = asyncio.Event(), asyncio.Event()
 
-    async def take(self, hold: Hold, bounds: Sequence[Bound]) -> Taken:
+    async def take(self, hold: Hold) -> Taken:
         self.asked.set()
         await self.go.wait()
-        return await super().take(hold, bounds)
+        return await super().take(hold)
 
 
 async def test_a_client_that_leaves_leaves_no_reservation() -> None:
@@ -207,9 +207,9 @@ import asyncio, sys
 from pathlib import Path
 from router.accounting.ledgers import RedisLedger, SqliteLedger
 from router.accounting.database import Database
-from router.accounting.budgets import Hold, Periods, bounds
+from router.accounting.budgets import Hold, Periods
 from router.auth.api_keys import Account, Budget
-from router.settings import BudgetSettings
+from router.accounting.settings import BudgetSettings
 from router.telemetry.record import Cost
 
 async def main():
@@ -217,8 +217,8 @@ async def main():
     ledger = RedisLedger(where) if where.startswith("redis") else SqliteLedger(Database(Path(where)))
     own = Account(name, name, Budget(engine_seconds_per_day=1).limits())
     for n in range(100):
-        hold = Hold(f"{name}-{n}", (name,), Periods("2026-11-24", "2026-11"), Cost(10_000, 0))
-        assert (await ledger.take(hold, bounds([own]))).denied is None
+        hold = Hold(f"{name}-{n}", (own,), Periods("2026-11-24", "2026-11"), Cost(10_000, 0))
+        assert (await ledger.take(hold)).denied is None
         if n % 2:
             await ledger.settle(hold, Cost(1, 0))
     print("ready", flush=True)

@@ -45,11 +45,11 @@ async def test_an_operation_is_begun_and_can_be_followed(tmp_path: Path) -> None
         record = begun.json()
         assert record.keys() == {"id", "operation", "replica", "state", "detail", "successor", "began", "ended"}
         assert (record["operation"], record["replica"]) == ("drain", replica.id)
-        assert replica.state is ReplicaStatus.DRAINING
+        assert replica.state.status is ReplicaStatus.DRAINING
         async with stack.client.stream("GET", f"{stack.url}{OPERATIONS}/{record['id']}") as answer:
             assert answer.status_code == 200
         resumed = (await begin(stack, "resume", replica.id)).json()
-        await until(lambda: replica.state is ReplicaStatus.READY)
+        await until(lambda: replica.state.status is ReplicaStatus.READY)
         listed = (await stack.client.get(stack.url + OPERATIONS)).json()["operations"]
         assert [each["id"] for each in listed] == [record["id"], resumed["id"]]
         one = (await stack.client.get(f"{stack.url}{OPERATIONS}/{record['id']}")).json()
@@ -71,7 +71,7 @@ async def test_an_engine_that_was_not_started_here_is_not_restarted(tmp_path: Pa
         for kind in ("restart", "recycle"):
             answer = await begin(stack, kind, stack.fleet.replicas[0].id)
             assert (answer.status_code, answer.json()["type"]) == (409, "urn:qarr:problem:not-possible")
-        assert stack.fleet.replicas[0].state is ReplicaStatus.READY
+        assert stack.fleet.replicas[0].state.status is ReplicaStatus.READY
         assert (await stack.client.get(f"{stack.url}{OPERATIONS}")).json()["restartable"] == []
         lost = await stack.client.get(f"{stack.url}{OPERATIONS}/7")
         assert (lost.status_code, lost.json()["type"]) == (404, "urn:qarr:problem:replica-not-found")
@@ -91,7 +91,7 @@ async def test_only_operators_keys_operate(tmp_path: Path) -> None:
             refused = await stack.client.request(method, stack.url + path, headers=keys["ci"])
             assert (refused.status_code, refused.json()["type"]) == (403, "urn:qarr:problem:not-admin"), path
             assert "qarr keys add NAME --admin" in refused.json()["detail"]
-        assert stack.fleet.replicas[0].state is ReplicaStatus.READY
+        assert stack.fleet.replicas[0].state.status is ReplicaStatus.READY
         assert (await begin(stack, "drain", replica)).status_code == 401
         behind = {"x-forwarded-for": "203.0.113.7", **keys["boss"]}
         assert (await begin(stack, "drain", replica, **behind)).status_code == 202
@@ -106,7 +106,7 @@ async def test_without_keys_nobody_operates_from_elsewhere(tmp_path: Path) -> No
             assert (refused.status_code, refused.json()["type"]) == (403, "urn:qarr:problem:not-admin")
             assert header in refused.json()["detail"]
             assert "qarr keys add" in refused.json()["detail"]
-        assert stack.fleet.replicas[0].state is ReplicaStatus.READY
+        assert stack.fleet.replicas[0].state.status is ReplicaStatus.READY
 
 
 async def test_a_replica_is_added_and_removed(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ async def test_a_replica_is_added_and_removed(tmp_path: Path) -> None:
         added = await stack.client.post(f"{stack.url}/admin/replicas", json={"tier": "fast", "url": url})
         assert added.status_code == 201
         assert added.json() == {"id": "fast-1", "tier": "fast", "url": url, "source": "command", "state": "starting"}
-        await until(lambda: stack.fleet.replicas[-1].state is ReplicaStatus.READY)
+        await until(lambda: stack.fleet.replicas[-1].state.status is ReplicaStatus.READY)
         tiers = (await stack.client.get(f"{stack.url}/tiers")).json()["tiers"]
         assert [replica["source"] for replica in tiers[0]["replicas"]] == ["settings", "command"]
         again = await stack.client.post(f"{stack.url}/admin/replicas", json={"tier": "precise", "url": url})
@@ -142,4 +142,4 @@ async def test_a_wrong_body_names_its_fields(tmp_path: Path) -> None:
             answer = await stack.client.post(f"{stack.url}/admin/replicas{path}", json=body)
             assert answer.status_code == 400, body
             assert [(each["field"], each["allowed"]) for each in answer.json()["errors"]] == wrong
-        assert [replica.state for replica in stack.fleet.replicas] == [ReplicaStatus.READY] * 3
+        assert [replica.state.status for replica in stack.fleet.replicas] == [ReplicaStatus.READY] * 3

@@ -9,9 +9,9 @@ import pytest
 
 from router.api.bodies import STANDARD_RULES, InvalidBody, Rules, parsed, render_fleet
 from router.api.generate import GenerateBody, allowed_values
+from router.api.settings import LimitSettings
 from router.pipeline.request import RoutingOptions
 from router.policy.decision import Sla
-from router.settings import LimitSettings
 from tests.unit.router_stack import router_stack
 from tiers.fleet import Fleet
 from tiers.replica import Replica
@@ -217,7 +217,8 @@ def test_a_fleet_shows_where_engines_are_to_operators_only() -> None:
     """Addresses, processes, paths, and details that quote them; figures are for all."""
     spec = TierSpec(TierName.FAST, 2048, 8, 16, urls=("http://10.0.0.5:8000",))
     fleet = Fleet((spec,))
-    replica = fleet.add(Replica("fast-0", spec, "http://10.0.0.5:8000", "", "fake", pid=4711))
+    replica = fleet.add(Replica("fast-0", spec, "http://10.0.0.5:8000", "", "fake"))
+    replica.update(pid=4711)
     replica.mark(ReplicaStatus.FAILED, "http://10.0.0.5:8000 does not answer")
     shown = {
         inside: render_fleet(fleet.snapshot(), "m", "machine", fleet.sources, inside=inside) for inside in (True, False)

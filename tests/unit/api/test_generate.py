@@ -101,7 +101,7 @@ async def test_engine_without_priority_scheduling_gets_none(tmp_path: Path) -> N
 async def test_measurements_of_speed_are_not_taken_for_requests(tmp_path: Path) -> None:
     """Fakes keep what callers ask, so that a test may take its time: engines that nobody asks are measured meanwhile."""
     async with router_stack(tmp_path) as stack:
-        await until(lambda: all(replica.speed is not None for replica in stack.fleet.replicas))
+        await until(lambda: all(replica.state.speed is not None for replica in stack.fleet.replicas))
         assert not any(engine.requests or engine.headers for engine in stack.engines.values())
 
 

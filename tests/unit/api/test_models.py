@@ -13,7 +13,7 @@ import pytest
 from router.api.bodies import InvalidBody
 from router.api.models import Choice, model_names, read_document, resolve
 from router.api.problems import UnknownModel, describe
-from router.settings import OpenAISettings
+from router.api.settings import OpenAISettings
 from router.upstream.json_object import JsonObject
 from tests.unit.router_stack import router_stack
 from tiers.fleet import Fleet
@@ -160,7 +160,7 @@ async def test_endpoints_tell_their_load(tmp_path: Path) -> None:
         await asyncio.gather(*asked, return_exceptions=True)
         for replica in stack.fleet.replicas:
             if replica.spec.name is TierName.PRECISE:
-                replica.state = ReplicaStatus.STOPPED
+                replica.mark(ReplicaStatus.STOPPED)
         (precise,) = (await stack.client.get(url.replace("fast", "precise"))).json()["data"]["endpoints"]
         assert (precise["status"], precise["state"], precise["replicas_ready"]) == (-10, "stopped", 0)
         stack.fleet.specs = tuple(replace(s, draft=Draft("ngram", 4)) for s in stack.fleet.specs)

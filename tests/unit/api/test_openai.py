@@ -391,10 +391,10 @@ async def test_a_request_counts_by_its_answers(  # noqa: PLR0917
         asked = {"model": "fast", "max_tokens": 100, **body}
         request = asyncio.create_task(stack.client.post(stack.url + path, json=asked))
         replica = stack.fleet.replicas[0]
-        while not replica.in_flight:
+        while not replica.state.in_flight:
             await asyncio.sleep(0.005)
-        assert (replica.in_flight, replica.slots, replica.output_tokens) == (1, places, output_tokens)
-        assert replica.prompt_tokens == prompt_tokens or prompt_tokens is None
+        assert (replica.state.in_flight, replica.state.slots, replica.output_tokens) == (1, places, output_tokens)
+        assert replica.state.prompt_tokens == prompt_tokens or prompt_tokens is None
         shown = (await stack.client.get(f"{stack.url}/tiers")).json()["tiers"][0]["replicas"][0]
         assert (shown["in_flight"], shown["places_taken"]) == (1, places)
         page = (await stack.client.get(f"{stack.url}/metrics")).text
@@ -402,9 +402,9 @@ async def test_a_request_counts_by_its_answers(  # noqa: PLR0917
         assert f'qarr_places_taken{{replica="{replica.id}",tier="fast"}} {places}.0' in page
         request.cancel()
         async with asyncio.timeout(10):
-            while replica.in_flight:
+            while replica.state.in_flight:
                 await asyncio.sleep(0.01)
-        assert (replica.slots, stack.leases(), replica.kv_tokens_held) == (0, 0, 0)
+        assert (replica.state.slots, stack.leases(), replica.state.kv.held) == (0, 0, 0)
 
 
 TOO_MANY: list[tuple[str, dict[str, Any], str, str]] = [

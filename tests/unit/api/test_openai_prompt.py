@@ -11,7 +11,7 @@ from classifier import EstimatingCounter
 from router.api.openai_prompt import PART_TOKENS, SHORT_CHARS, read_chat, read_completion
 from router.upstream.json_object import JsonObject
 from tiers.prefix_memory import Prefix, PrefixMemory
-from tiers.snapshot import TemplateTokens
+from tiers.spec import TemplateTokens
 
 if TYPE_CHECKING:
     from router.pipeline.request import PromptText

@@ -14,7 +14,8 @@ import pytest
 
 from router.api.asgi import no_body
 from router.api.openapi import document
-from router.settings import PROJECT, LimitSettings
+from router.api.settings import LimitSettings
+from router.section import PROJECT
 from tests.unit.router_stack import router_stack
 
 if TYPE_CHECKING:

@@ -123,7 +123,7 @@ async def test_tokens_are_counted_while_every_place_is_taken(tmp_path: Path) -> 
         for engine in stack.engines.values():
             engine.stall_after = 1
         busy = [asyncio.create_task(stack.generate()) for _ in range(6)]
-        await until(lambda: all(replica.in_flight == 2 for replica in stack.fleet.replicas))
+        await until(lambda: all(replica.state.in_flight == 2 for replica in stack.fleet.replicas))
         assert (await stack.generate()).status_code == 503
         assert (await post(stack, "/tokenize", prompt="a bc")).json()["tokens"] == [1, 2]
         await leave(*busy)

@@ -76,7 +76,7 @@ async def test_twenty_replicas_come_and_go_under_load_without_a_failed_request(t
                 assert answer.status_code == httpx.codes.CREATED
                 added.append(answer.json()["id"])
             new = [replica for replica in fleet.replicas if replica.id in added]
-            await until(lambda: all(r.state is ReplicaStatus.READY and r.served for r in new))
+            await until(lambda: all(r.state.status is ReplicaStatus.READY and r.state.served for r in new))
             assert "fast-1" in (await stack.client.get(f"{stack.url}/metrics")).text
             for name in added:
                 answer = await stack.client.post(f"{stack.url}/admin/replicas/{name}/remove")
@@ -86,6 +86,6 @@ async def test_twenty_replicas_come_and_go_under_load_without_a_failed_request(t
             await until(lambda: load.served > served + CLIENTS)
         assert not load.failed
         await until(lambda: stack.leases() == 0)
-        assert all(replica.in_flight == 0 for replica in new)
+        assert all(replica.state.in_flight == 0 for replica in new)
         metrics = (await stack.client.get(f"{stack.url}/metrics")).text
         assert not [name for name in added if f'"{name}"' in metrics]

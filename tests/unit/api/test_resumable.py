@@ -12,8 +12,8 @@ import pytest
 
 from router.api.resumable import ResumableStream, ResumableStreams, StreamGone
 from router.auth.api_keys import add_key
-from router.settings import ServerSettings
 from tests.fakes.engine import Behaviour
+from tests.turned import turned
 from tests.unit.own_engines import until
 from tests.unit.router_stack import events, router_stack
 from tiers.spec import TierName
@@ -204,7 +204,7 @@ async def test_what_is_kept_is_bounded_and_nothing_is_skipped(tmp_path: Path) ->
         assert text_of(first) + text_of(rest.text) == "".join(words)
         early = await resume(stack, ids(first)[0])
         assert (early.status_code, early.json()["type"]) == (410, "urn:qarr:problem:stream-gone")
-        assert "resume_bytes" in early.json()["detail"]
+        assert "are no longer kept" in early.json()["detail"]
 
 
 async def test_more_streams_than_may_be_kept_are_served_all_the_same(tmp_path: Path) -> None:
@@ -300,11 +300,11 @@ async def test_streams_that_are_kept_end_with_the_router(tmp_path: Path) -> None
         await some(stack, 2)
         fleet = stack.fleet
         assert behaviour.running == 1
-    assert all(replica.in_flight == 0 for replica in fleet.replicas)
+    assert all(replica.state.in_flight == 0 for replica in fleet.replicas)
     await until(lambda: behaviour.running == 0)
 
 
-BOUNDS = ServerSettings(resume_streams=4, resume_bytes=40_000, resume_s=0.3)
+BOUNDS = turned({"server": {"resume_streams": 4, "resume_bytes": 40_000, "resume_s": 0.3}}).server
 
 
 async def begin(_headers: Any) -> None:

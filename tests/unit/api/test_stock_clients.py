@@ -12,7 +12,8 @@ import pytest
 import zstandard
 
 from router.auth.api_keys import add_key
-from router.settings import SettingsError, load_settings
+from router.section import SettingsError
+from router.settings import load_settings
 from tests.fakes.engine import ANSWER, Behaviour
 from tests.unit.router_stack import router_stack
 from tiers.spec import TierName

@@ -12,9 +12,9 @@ from classifier import EstimatingCounter, TokenCounter
 from router.api.openai_prompt import read_chat
 from router.api.truncation import Cutter, cut_prompts
 from router.upstream.json_object import JsonObject
+from tests.unit.pipeline.test_request import asked_for
 from tests.unit.router_stack import router_stack
-from tiers.snapshot import TemplateTokens
-from tiers.spec import ReplicaStatus, TierName
+from tiers.spec import ReplicaStatus, TemplateTokens, TierName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,7 +62,7 @@ CHAT = [
 def total(messages: list[dict[str, Any]]) -> int:
     document = JsonObject.parse(json.dumps({"messages": messages}).encode())
     prompt = read_chat(document, Words())
-    return prompt.tokens(prompt.classify(Words()), TEMPLATE)
+    return asked_for(prompt).query(prompt.classify(Words()), TEMPLATE).prompt_tokens
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ async def test_a_tier_that_holds_it_all_is_preferred_to_a_cut(tmp_path: Path) ->
             assert (cut.headers["x-qarr-tier"], "x-qarr-truncated" in cut.headers) == ("fast", True)
         for replica in stack.fleet.replicas:
             if replica.spec.name is not TierName.FAST:
-                replica.state = ReplicaStatus.UNREACHABLE
+                replica.mark(ReplicaStatus.UNREACHABLE)
         left = await stack.client.post(url, json=middle)
         assert (left.headers["x-qarr-tier"], "x-qarr-truncated" in left.headers) == ("fast", True)
 

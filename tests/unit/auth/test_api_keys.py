@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from typer.testing import CliRunner
 
 from router.auth.access import KeyStore
 from router.auth.api_keys import KeysError, Unauthorized, add_key, read_keys, revoke_key
-from router.cli.main import make_app
 from router.deployment.listening import ListenError, open_keys
 from router.settings import load_settings
 from tests.unit.router_stack import router_stack
@@ -97,29 +94,9 @@ def test_rights_are_checked(keys_file: Path, rights: dict[str, Any]) -> None:
     assert not keys_file.exists()
 
 
-def test_the_command_makes_lists_and_revokes(keys_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The key is on standard output alone, so that it can be piped; the list never shows it."""
-    monkeypatch.setenv("QARR_AUTH__KEYS_FILE", str(keys_file))
-    run = CliRunner()
-    made = run.invoke(
-        make_app(), ["keys", "add", "ci", "--tier", "fast", "--requests-per-minute", "5", "--over", "refuse", "--admin"]
-    )
-    assert made.exit_code == 0, made.output
-    key = made.stdout.strip()
-    assert key.startswith("qarr-")
-    assert "from now on every request needs a key" in made.stderr
-    shown = run.invoke(make_app(), ["keys", "list"]).stdout
-    assert "ci" in shown
-    assert "in force" in shown
-    assert key not in shown
-    listed = json.loads(run.invoke(make_app(), ["keys", "list", "--json"]).stdout)
-    assert (listed[0]["tiers"], listed[0]["requests_per_minute"], listed[0]["admin"]) == (["fast"], 5, True)
-    assert "sha256" not in listed[0]
-    assert run.invoke(make_app(), ["keys", "revoke", "ci"]).stdout.startswith("revoked key")
-    assert "revoked" in run.invoke(make_app(), ["keys", "list"]).stdout
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "router.example"])
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "10.1.2.3", "128.0.0.1", "::2", "LOCALHOST.example", "127.0.0.1.example", "127.1"]
+)
 def test_no_keys_no_other_address(host: str, keys_file: Path) -> None:
     """Off loopback the router does not start without keys, unless told to in so many words."""
     auth = {"keys_file": str(keys_file)}
@@ -130,7 +107,7 @@ def test_no_keys_no_other_address(host: str, keys_file: Path) -> None:
     assert open_keys(load_settings(None, {"server": {"host": host}, "auth": auth})).required
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.9.9.9"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.255.255.254"])
 def test_loopback_needs_no_keys(host: str, keys_file: Path) -> None:
     """On loopback there are no keys until some are made."""
     settings = load_settings(None, {"server": {"host": host}, "auth": {"keys_file": str(keys_file)}})

@@ -31,8 +31,10 @@ from router.auth.api_keys import (
     add_key,
     set_team,
 )
+from router.auth.settings import JwtSettings
 from router.auth.tokens import Tokens
-from router.settings import JwtSettings, SettingsError, load_settings
+from router.section import SettingsError
+from router.settings import load_settings
 from tests.fakes.engine import serving
 from tests.imports import ROOT
 from tests.unit.own_engines import until

@@ -59,8 +59,8 @@ def test_an_empty_prompt_is_one() -> None:
 def test_the_tier_follows_the_settings() -> None:
     """The same prompt moves with the policy; one that fits no tier has none, and the reason says so."""
     code = "Write a Python function that merges two sorted lists."
-    for negligible, tier in (("0.1", "fast"), ("0.005", "balanced"), ("0", "precise")):
-        assert json.loads(qarr("classify", code, QARR_POLICY__NEGLIGIBLE_LOSS=negligible).stdout)["tier"] == tier
+    for loss, tier in (("0.1", "balanced"), ("0", "precise")):
+        assert json.loads(qarr("classify", code, QARR_POLICY__MAX_LOSS__CODE=loss).stdout)["tier"] == tier
     found = json.loads(qarr("classify", "word " * 20_000).stdout)
     assert found["tier"] is None
     assert found["reason"]
@@ -85,5 +85,5 @@ def test_the_idle_fleet_has_a_ready_replica_in_each_tier() -> None:
     assert [tier.spec.name for tier in fleet.tiers] == list(STANDARD_TIERS)
     assert [tier.spec.max_model_len for tier in fleet.tiers] == [100, 4096, 8192]
     assert fleet.tiers[0].spec.max_in_flight == 3
-    assert {r.state for tier in fleet.tiers for r in tier.replicas} == {ReplicaStatus.READY}
+    assert {r.status for tier in fleet.tiers for r in tier.replicas} == {ReplicaStatus.READY}
     assert {r.in_flight for tier in fleet.tiers for r in tier.replicas} == {0}

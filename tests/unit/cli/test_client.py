@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from router.cli.client import KEY_NEEDED, NotFound, RouterApiClient, authorization, find_router
-from router.settings import SettingsError
+from router.cli.client import KEY_NEEDED, RouterApiClient, authorization, find_router
+from router.section import SettingsError
 from tests.unit.cli.stub_router import qarr, stub_router
 from tiers.errors import OperationError
 
@@ -71,22 +71,21 @@ def test_without_a_key_no_header_is_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind", "said"),
+    ("answer", "said"),
     [
-        ((401, {"detail": "no"}), OperationError, KEY_NEEDED),
-        ((401, b"<html>"), OperationError, KEY_NEEDED),
-        ((404, {"detail": "no such replica"}), NotFound, "no such replica"),
-        ((409, {"detail": "it is busy"}), OperationError, "it is busy"),
-        ((503, {"error": "odd"}), OperationError, "{'error': 'odd'}"),
-        ((200, b"<html>"), OperationError, "answered HTTP 200: is this a router?"),
-        ((502, b""), OperationError, "answered HTTP 502: is this a router?"),
+        ((401, {"detail": "no"}), KEY_NEEDED),
+        ((401, b"<html>"), KEY_NEEDED),
+        ((404, {"detail": "no such replica"}), "no such replica"),
+        ((409, {"detail": "it is busy"}), "it is busy"),
+        ((503, {"error": "odd"}), "{'error': 'odd'}"),
+        ((200, b"<html>"), "answered HTTP 200: is this a router?"),
+        ((502, b""), "answered HTTP 502: is this a router?"),
     ],
 )
-def test_refusals_say_why(answer: tuple[int, object], kind: type[OperationError], said: str) -> None:
-    """The router's own detail if there is one; only 404 is a ``NotFound``."""
+def test_refusals_say_why(answer: tuple[int, object], said: str) -> None:
+    """The router's own detail if there is one."""
     with stub_router(**{"GET /x": answer}) as router, pytest.raises(OperationError) as caught:
         RouterApiClient(router.url, "").ask("/x")
-    assert type(caught.value) is kind
     assert said in str(caught.value)
 
 

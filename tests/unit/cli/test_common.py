@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from router.cli.common import clock, fail, http_url, plain, print_table, printable, tier_settings
+from router.cli.common import Progress, clock, fail, http_url, plain, print_table, printable, tier_settings
 from router.settings import load_settings
 
 
@@ -56,3 +56,12 @@ def test_clock_counts_from_the_start() -> None:
 
 def test_tiers_by_rising_precision() -> None:
     assert [tier.max_model_len for tier in tier_settings(load_settings())] == [2048, 4096, 8192]
+
+
+def test_progress_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    log = Progress()
+    for line in ("step [1]", "step [1]", "step [2]", "step [1]"):
+        log(line)
+    captured = capsys.readouterr()
+    assert [line.partition(" s ")[2] for line in captured.err.splitlines()] == ["step [1]", "step [2]", "step [1]"]
+    assert captured.out == ""

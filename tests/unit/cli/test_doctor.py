@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import socket
 import struct
 import subprocess
@@ -15,12 +14,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from router.auth.api_keys import add_key
+from router.cli.doctor import checks
+from router.cli.doctor.checks import (
+    CheckContext,
+    Finding,
+    Health,
+    judge_checkpoint,
+    judge_fleet,
+    judge_gpu,
+    judge_profiling,
+)
 from router.cli.doctor.command import examine
-from router.cli.doctor.files import judge_checkpoint
-from router.cli.doctor.findings import Finding, Health
-from router.cli.doctor.machine import judge_gpu
-from router.cli.doctor.network import judge_fleet, judge_profiling
-from tests.ports import reserved_ports, reserved_range
+from router.settings import load_settings
+from tests.ports import reserved_ports
+from tests.unit.cli.stub_router import qarr, stub_router
 from tests.unit.own_router import QARR, own_router
 from tiers.checkpoints.checkpoint import check_whole, read_checkpoint, seal
 from tiers.errors import CheckpointError
@@ -54,6 +61,10 @@ def one(check: str, **how: Any) -> tuple[Health, str, str]:
     return finding.health, finding.found, finding.then
 
 
+def context(overrides: dict[str, Any] | None = None, url: str = "http://127.0.0.1:9", key: str = "") -> CheckContext:
+    return CheckContext(load_settings(None, overrides), url=url, key=key)
+
+
 def checkpoint(folder: Path, tier: TierName = TierName.FAST) -> Path:
     folder.mkdir(parents=True)
     header = json.dumps({"w": {"dtype": "U8", "shape": [1000], "data_offsets": [0, 1000]}}).encode()
@@ -69,7 +80,7 @@ def checkpoint(folder: Path, tier: TierName = TierName.FAST) -> Path:
 def test_a_machine_without_anything(tmp_path: Path) -> None:
     """Every check tells something, none fails, and what is missing has its command."""
     findings = list(examine(None, url="", key=""))
-    assert len(findings) > 9
+    assert len(findings) > 8
     assert not [f for f in findings if "could not be checked" in f.found]
     assert all(f.then for f in findings if f.health is not OK)
     assert one("checkpoints")[2].startswith("'qarr model prepare'")
@@ -162,20 +173,15 @@ def test_weights_that_are_none(data: bytes, tmp_path: Path) -> None:
         check_whole(tmp_path)
 
 
-def test_given_checkpoints_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders from the settings: planned in memory, and compared with one another."""
-    for tier in STANDARD_TIERS:
-        monkeypatch.setenv(f"QARR_TIERS__{tier.upper()}__CHECKPOINT", str(checkpoint(tmp_path / tier, tier)))
-    assert [one(f"checkpoint {tier}")[0] for tier in STANDARD_TIERS] == [OK, OK, OK]
-    monkeypatch.setenv("QARR_ENGINE__BASE_PORT", str(reserved_range(3)))  # no engine of this machine's is there
-    assert one("memory")[0] is OK
-    monkeypatch.setenv("QARR_ENGINE__CPU_KV_CACHE_GIB", "4000")
-    if not shutil.which("nvidia-smi"):
-        health, text, then = one("memory")
-        assert (health, "GiB" in text) == (PROBLEM, True)
-        assert "smaller model" in then
-    (tmp_path / "fast/tokenizer.json").write_text('{"version": "2.0"}')
-    assert one("tokenizers")[0] is PROBLEM
+def test_given_checkpoints_are_checked(tmp_path: Path) -> None:
+    """A folder from the settings needs no manifest; it is whole or not, and there is nothing to compare it with."""
+    given = context({"tiers": {"fast": {"checkpoint": (folder := checkpoint(tmp_path / "own"))}}})
+    missing, own = checks.checkpoints(given)
+    assert (missing.health, missing.found.partition(" of ")[0]) == (WARNING, "balanced, precise")
+    assert (own.check, own.health, own.found) == ("checkpoint fast", OK, "own: unknown, files complete, no manifest")
+    (folder / "model.safetensors").write_bytes(b"cut off")
+    broken = list(checks.checkpoints(given))[1]
+    assert (broken.health, "tiers.fast.checkpoint" in broken.then) == (PROBLEM, True)
 
 
 def test_key_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +191,9 @@ def test_key_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert one("keys")[0] is OK
     monkeypatch.setenv("QARR_SERVER__HOST", "0.0.0.0")
     assert one("keys")[0] is PROBLEM
+    monkeypatch.setenv("QARR_AUTH__ALLOW_KEYLESS", "true")
+    assert one("keys")[0] is OK
+    monkeypatch.delenv("QARR_AUTH__ALLOW_KEYLESS")
     key, _ = add_key(file, "operator", admin=True)
     assert one("keys")[:2] == (OK, f"1 in force, 1 of them for operators ({file})")
     file.chmod(0o644)
@@ -256,3 +265,98 @@ def test_what_is_measured_is_said() -> None:
     assert (found.health, found.then) == (WARNING, "run 'qarr profile quality'")
     assert "profile.auto is false" in found.found
     assert judge_profiling({**off, "measured": {"latency": every, "quality": every}}).health is OK
+
+
+def test_a_check_that_breaks_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name, with the first line of the error; the checks after it are made."""
+    monkeypatch.setattr("router.cli.doctor.checks.shutil.disk_usage", lambda _: 1 / 0)
+    findings = {f.check: f for f in examine(None, url="http://127.0.0.1:9", key="")}
+    assert findings["disk"].health is WARNING
+    assert "could not be checked: ZeroDivisionError" in findings["disk"].found
+    assert "router port" in findings
+
+
+def test_the_report_as_text_and_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same findings; a problem gives status 1, and JSON has its keys in a fixed order."""
+    monkeypatch.setenv("QARR_SERVER__PROT", "1")
+    text, data = qarr("doctor"), qarr("doctor", "--json")
+    assert (text.exit_code, data.exit_code) == (1, 1)
+    report = json.loads(data.stdout)
+    assert list(report) == ["problems", "warnings", "checks"]
+    assert list(report["checks"][0]) == ["group", "check", "health", "found", "then"]
+    assert report["problems"] == 1
+    lines = text.stdout.splitlines()
+    assert lines[0] == "Settings"
+    assert lines[1].split()[:2] == ["problem", "settings"]
+    assert lines[2].strip().startswith("-> 'qarr settings' lists every setting")
+    assert lines[-1].startswith("1 checks: 1 problems")
+
+
+def test_tiers_with_urls_are_not_local() -> None:
+    """Nothing is needed here for them: no checkpoint, no environment, no port."""
+    tiers = {name: {"urls": (f"http://{name}:1",)} for name in STANDARD_TIERS}
+    elsewhere = context({"tiers": tiers, "engine": {"python": "/none"}})
+    (found,), (environment,) = checks.checkpoints(elsewhere), checks.engine_environment(elsewhere)
+    assert (found.found, environment.found) == ("none needed: every tier runs elsewhere", "none, and none needed")
+    assert list(checks.engine_ports(elsewhere)) == []
+
+
+def test_the_port_of_a_router_is_not_a_problem() -> None:
+    """A router that listens there is recognised by its answer; any other server is not, and port 0 is always free."""
+    for body, health in ((b'{"status":"alive"}', OK), (b"<html>", PROBLEM)):
+        with stub_router(**{"GET /healthz": (200, body)}) as router:
+            port = int(router.url.rpartition(":")[2])
+            (found,) = checks.router_port(context({"server": {"port": port}}))
+            assert found.health is health
+        assert router.keys == [None], "the key was given to whatever holds the port"
+    (found,) = checks.router_port(context({"server": {"port": 0}}))
+    assert (found.health, found.found) == (OK, "any free one")
+
+
+PROFILING = {"state": "off", "what": None, "total": 0, "done": 0, "detail": "", "measured": {}, "pointless": {}}
+FLEET = {"tiers": [], "profiling": PROFILING}
+SLOW = {"tiers": [], "profiling": PROFILING | {"pointless": {"balanced": "balanced is slower: leave it out"}}}
+
+
+@pytest.mark.parametrize(
+    ("answers", "healths"),
+    [
+        ({"GET /healthz": (500, {})}, [PROBLEM]),
+        ({"GET /healthz": (200, {}), "GET /readyz": (503, {}), "GET /tiers": (200, FLEET)}, [PROBLEM, OK]),
+        ({"GET /healthz": (200, {}), "GET /readyz": (200, {}), "GET /tiers": (401, {})}, [OK, WARNING]),
+        ({"GET /healthz": (200, {}), "GET /readyz": (200, {}), "GET /tiers": (200, FLEET)}, [OK, OK]),
+        ({"GET /healthz": (200, {}), "GET /readyz": (200, {}), "GET /tiers": (200, SLOW)}, [OK, OK, WARNING]),
+    ],
+)
+def test_what_runs(answers: dict[str, tuple[int, Any]], healths: list[Health]) -> None:
+    """No router, one that is not ready, one that wants a key, one that is well; only the fleet is asked for with the key."""
+    with stub_router(**answers) as router:
+        assert [f.health for f in checks.running_router(context(None, router.url, "secret"))] == healths
+    sent = dict(zip(router.asked, router.keys, strict=True))
+    assert sent.get("GET /tiers", "Bearer secret") == "Bearer secret"
+
+
+def test_tiers_without_an_engine() -> None:
+    """Left out on purpose, being prepared, or failed with its reason; a drained replica can be resumed."""
+    preparing = {"what": "quantizing", "done": 0, "total": 0, "remaining_s": None, "failed": None}
+    none = {"replicas": [], "detail": None}
+    tiers = [
+        {"tier": "fast", "state": "left_out", "preparing": None, **none},
+        {"tier": "fast", "state": "waiting", "preparing": None, **none},
+        {"tier": "balanced", "state": "preparing", "preparing": preparing, **none},
+        {
+            "tier": "precise",
+            "state": "failed",
+            "preparing": {**preparing, "failed": "disk full"},
+            "replicas": [],
+            "detail": "disk full\nmore",
+        },
+    ]
+    left_out, waiting, prepared_, failed = judge_fleet({"tiers": tiers})
+    assert (left_out.health, left_out.check) == (OK, "tier fast")
+    assert (waiting.health, waiting.found) == (WARNING, "none of its engines is known yet")
+    assert (prepared_.health, prepared_.found) == (WARNING, "is being prepared: quantizing")
+    assert (failed.health, failed.found) == (PROBLEM, "has no checkpoint: disk full")
+    drained = {"id": "fast-0", "state": "draining", "detail": None, "breaker": "closed", "served": 0, "failed": 0}
+    (finding,) = judge_fleet({"tiers": [{"tier": "fast", "replicas": [drained]}]})
+    assert "qarr tiers resume" in finding.then

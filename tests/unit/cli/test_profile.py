@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from router.cli.profile import _Log, _show, _show_latency
+from router.cli.profile import _show, _show_latency
 from router.policy.profiles import Diagnosis, Fit, FitError, LatencyProfile, ProfileError
 from tests.unit.cli.stub_router import qarr
 from tests.unit.policy.made_profiles import counted, quality
@@ -56,15 +56,6 @@ def test_fits_are_shown_as_formulas(capsys: pytest.CaptureFixture[str]) -> None:
         for part in ("30.0 + 2 x prompt", "25.0 + 6 x batch", "5 (p95 20)", "1 (p95 4)", "x 1.4"):
             assert part in text
         assert ("(batch - 8)" in text) is shown
-
-
-def test_progress_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
-    log = _Log()
-    for line in ("step [1]", "step [1]", "step [2]", "step [1]"):
-        log(line)
-    captured = capsys.readouterr()
-    assert [line.partition(" s ")[2] for line in captured.err.splitlines()] == ["step [1]", "step [2]", "step [1]"]
-    assert captured.out == ""
 
 
 @pytest.mark.parametrize("kind", ["quality", "latency"])

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from router.cli.main import COMMANDS, make_app
 from router.cli.serve import _show_plan, _to_follow
-from router.settings import SettingsError
+from router.section import SettingsError
 from tests.unit.cli.stub_router import qarr
 from tiers.errors import TierError
 from tiers.fleet import Fleet
@@ -62,7 +62,7 @@ def test_a_model_without_checkpoints_has_an_empty_list() -> None:
     """Nothing is made or downloaded by looking; one that cannot be prepared says why."""
     assert json.loads(qarr("model", "list").stdout) == []
     assert isinstance(qarr("model", "prepare", "--model", "no such model").exception, TierError)
-    assert isinstance(qarr("model", "list", QARR_MODEL__GROUP_SIZE="7").exception, SettingsError)
+    assert isinstance(qarr("model", "list", QARR_MODEL__CALIBRATION_SAMPLES="-7").exception, SettingsError)
 
 
 def test_settings_are_a_table_or_a_schema(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from router.deployment.layout import make_deployment, speed_machine
-from router.settings import SettingsError, load_settings
+from router.section import SettingsError
+from router.settings import load_settings
 from tests.unit.deployment.test_layout import made, settings
 from tiers.errors import PlanError
 from tiers.lifecycle.command import LOAD_AT_RUN_TIME, engine_argv, engine_environment

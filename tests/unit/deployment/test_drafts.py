@@ -26,8 +26,8 @@ def drafts(tmp_path: Path, tiers: dict[str, Any]) -> dict[TierName, Draft | None
 
 def test_a_draft_is_a_tier_a_folder_or_none(tmp_path: Path) -> None:
     """A tier's checkpoint serves as a draft even if its own engines run elsewhere, or do not run."""
-    found = drafts(tmp_path, {"precise": {"draft": "fast", "draft_tokens": 3}, "balanced": {"draft": "ngram"}})
-    assert found[PRECISE] == Draft("fast", 3, tmp_path / f"made-{FAST}")
+    found = drafts(tmp_path, {"precise": {"draft": "fast"}, "balanced": {"draft": "ngram"}})
+    assert found[PRECISE] == Draft("fast", 4, tmp_path / f"made-{FAST}")
     assert found[BALANCED] == Draft(NGRAM, 4)
     assert found[FAST] is None
     found = drafts(tmp_path / "b", {"precise": {"draft": "fast"}, "fast": {"replicas": 0}})
@@ -87,7 +87,7 @@ def test_speeds_belong_to_how_engines_run_too() -> None:
     """A profile that was measured without a draft says nothing about an engine with one."""
     plain = speed_machine(load_settings(None))
     tiers = {
-        "precise": {"draft": "fast", "draft_tokens": 3, "tensor_parallel": 2},
+        "precise": {"draft": "fast", "tensor_parallel": 2},
         "fast": {"urls": ("http://a",), "draft": "ngram"},
     }
-    assert speed_machine(load_settings(None, {"tiers": tiers})) == f"{plain}; precise: draft fast x 3, 2 GPUs (2 x 1)"
+    assert speed_machine(load_settings(None, {"tiers": tiers})) == f"{plain}; precise: draft fast x 4, 2 GPUs (2 x 1)"

@@ -21,8 +21,9 @@ from router.deployment.layout import (
     prepare_options,
     tier_spec,
 )
-from router.deployment.options import fleet_options, make_canary, supervisor_options
-from router.settings import Settings, SettingsError, load_settings
+from router.deployment.options import make_canary, supervisor_options
+from router.section import SettingsError
+from router.settings import Settings, load_settings
 from tests.unit.cli.test_doctor import checkpoint
 from tests.unit.made_configs import model_folder, tier_folder
 from tiers.checkpoints.checkpoint import Checkpoint, read_checkpoint
@@ -140,7 +141,7 @@ def test_a_tier_has_engines_here_and_elsewhere(tmp_path: Path) -> None:
     given = settings(
         engine={"python": Path(sys.executable), "base_port": 9500},
         tiers={
-            "fast": {"urls": (URL,), "replicas": 2, "precision": "int4", "max_num_batched_tokens": 512},
+            "fast": {"urls": (URL,), "replicas": 2, "precision": "int4"},
             "balanced": {"replicas": 0},
         },
     )
@@ -153,7 +154,7 @@ def test_a_tier_has_engines_here_and_elsewhere(tmp_path: Path) -> None:
     assert len({launch.api_key for launch in deployment.launches}) == 3
     first, second, _ = (launch.tier for launch in deployment.launches)
     assert first == second
-    assert (first.urls, first.stated_precision, first.max_num_batched_tokens) == ((), None, 512)
+    assert (first.urls, first.stated_precision) == ((), None)
     there = elsewhere(deployment.specs[0])
     assert (there.urls, there.checkpoint, there.digest, there.precision) == ((URL,), None, None, "int4 (stated)")
     assert (deployment.local, deployment.missing) == ({FAST, PRECISE}, ())
@@ -214,10 +215,10 @@ def test_tiers_with_different_tokenizers_are_refused(tmp_path: Path) -> None:
 
 
 def test_how_checkpoints_are_made_comes_from_the_settings(tmp_path: Path) -> None:
-    model = {"name": "a/b", "store": tmp_path, "calibration_samples": 3, "calibration_tokens": 17, "group_size": 32}
+    model = {"name": "a/b", "store": tmp_path, "calibration_samples": 3}
     options = prepare_options(settings(model=model, quantizer={"python": "/q"}))
     assert (options.model, options.store, options.quantizer_python) == ("a/b", tmp_path, Path("/q"))
-    assert (options.calibration_samples, options.calibration_tokens, options.group_size) == (3, 17, 32)
+    assert options.calibration_samples == 3
 
 
 @pytest.mark.parametrize(("folder", "said"), [("none", "is no folder"), (".", "has no tokenizer.json")])
@@ -254,24 +255,13 @@ def test_a_late_counter_counts_as_its_present_one() -> None:
 def test_supervision_follows_the_settings(tmp_path: Path) -> None:
     """Each setting reaches the part that it is for."""
     given = settings(
-        engine={
-            "hang_s": 7,
-            "max_restarts": 2,
-            "recycle": "in place",
-            "api_key": "k",
-            "drain_s": 3,
-            "warmup_expected": "42",
-        },
-        upstream={"breaker_failures": 9, "breaker_pause_s": 4},
-        admission={"affinity": False},
+        engine={"hang_s": 7, "max_restarts": 2, "api_key": "k", "drain_s": 3, "warmup_expected": "42"},
         policy={"profiles": tmp_path},
-        profile={"live": False},
     )
-    fleet, supervised = fleet_options(given), supervisor_options(given, "a machine")
-    assert (fleet.breaker.failures, fleet.breaker.pause_s, fleet.affinity) == (9, 4, False)
+    supervised = supervisor_options(given, "a machine")
     assert (supervised.watchdog.hang_s, supervised.watchdog.max_restarts) == (7, 2)
-    assert (supervised.operations.beside, supervised.operations.drain_s) == (False, 3)
-    assert (supervised.external_api_key, supervised.warmup.expected, supervised.live_speed) == ("k", "42", False)
+    assert supervised.operations.drain_s == 3
+    assert (supervised.external_api_key, supervised.warmup.expected) == ("k", "42")
     assert supervised.canary is not None
     assert (supervised.canary.path, supervised.canary.machine) == (tmp_path / "canary.json", "a machine")
     assert make_canary(given, "b").machine == "b"

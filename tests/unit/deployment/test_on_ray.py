@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from router.deployment.on_ray import make_ray_deployment
-from router.settings import Settings, SettingsError, load_settings
+from router.section import SettingsError
+from router.settings import Settings, load_settings
 from tests.unit.deployment.test_layout import made
 from tiers.errors import CheckpointError, EngineError, PlanError
 from tiers.spec import TierName

@@ -13,7 +13,8 @@ from router.auth.api_keys import KeysError, add_key
 from router.deployment.first_start import REPORTS, Steps
 from router.deployment.listening import ListenError, listen, open_keys
 from router.deployment.run import check_files
-from router.settings import Settings, SettingsError, load_settings
+from router.section import SettingsError
+from router.settings import Settings, load_settings
 
 if TYPE_CHECKING:
     from pathlib import Path

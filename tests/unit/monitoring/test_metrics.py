@@ -33,20 +33,16 @@ RECORDS = [
     record(trace_id="a1", sla_met=True),
     record(trace_id="a2", sla_met=False, ttft_ms=100.0, tpot_ms=2.5, duration_ms=50.0, queue_ms=0.0, overhead_ms=0.5),
     record(trace_id="a3", ttft_ms=80_000.5, tpot_ms=2000.5, duration_ms=640_001.0, queue_ms=1e6, overhead_ms=501.0),
-    record(trace_id="b1", decision=decision(BALANCED, PromptClass.CODE), served_by=BALANCED, priority="batch"),
-    record(
-        trace_id="b2", decision=decision(PRECISE, PromptClass.MATH), served_by=PRECISE, output_tokens=1, tpot_ms=None
-    ),
-    record(trace_id="c1", served_by=PRECISE),
-    record(trace_id="c2", served_by=BALANCED, priority="interactive"),
+    record(trace_id="b1", decision=decision(BALANCED, PromptClass.CODE), tier=BALANCED, priority="batch"),
+    record(trace_id="b2", decision=decision(PRECISE, PromptClass.MATH), tier=PRECISE, output=1, tpot_ms=None),
+    record(trace_id="c1", tier=PRECISE),
+    record(trace_id="c2", tier=BALANCED, priority="interactive"),
     record(trace_id="c3", continued_on=(BALANCED, PRECISE), attempts_failed=1),
     record(trace_id="d1", outcome=Outcome.ERROR, error="EngineBroke", overhead_ms=None),
-    record(trace_id="d2", outcome=Outcome.CLIENT_GONE, served_by=None, ttft_ms=None, tpot_ms=None),
-    record(
-        trace_id="d3", decision=decision(None), outcome=Outcome.REFUSED, error="too_long", served_by=None, sla_met=False
-    ),
-    record(trace_id="d4", outcome=Outcome.REFUSED, error=OVER_QUOTA, served_by=None),
-    record(trace_id="e1", prompt_tokens=10**15, output_tokens=0, duration_ms=400.000001),
+    record(trace_id="d2", outcome=Outcome.CLIENT_GONE, tier=None, ttft_ms=None, tpot_ms=None),
+    record(trace_id="d3", decision=decision(None), outcome=Outcome.REFUSED, error="too_long", tier=None, sla_met=False),
+    record(trace_id="d4", outcome=Outcome.REFUSED, error=OVER_QUOTA, tier=None),
+    record(trace_id="e1", prompt=10**15, output=0, duration_ms=400.000001),
 ]
 ANSWERS = [("/generate", "POST", 200)] * 2 + [('/a"b\\c', "GET", 404), ("unknown", "REPORT", 499)]
 
@@ -87,7 +83,7 @@ def test_the_page_is_as_it_was(name: str, accept: str, monkeypatch: pytest.Monke
 
 def test_the_overflow_is_counted_by_what_became_of_requests() -> None:
     """Answers that it began by their end, others by why there is none; its answers' tokens stand under its own tier."""
-    none = {"decision": decision(None), "served_by": None}
+    none = {"decision": decision(None), "tier": None}
     began = [record(**none, overflow="outside", outcome=end) for end in (Outcome.OK, Outcome.OK, Outcome.ERROR)]
     refused = record(
         **none, outcome=Outcome.REFUSED, error="at_capacity", overflow_failure="full", ttft_ms=None, tpot_ms=None
@@ -96,7 +92,7 @@ def test_the_overflow_is_counted_by_what_became_of_requests() -> None:
     found = {end: counted.value("overflow_requests_total", outcome=end) for end in ("ok", "error", "full", "failed")}
     assert found == {"ok": 2, "error": 1, "full": 1, "failed": 0}
     labels = {"class": "chat", "tier": "overflow"}
-    assert counted.value("output_tokens_total", **labels) == 3 * record().output_tokens
+    assert counted.value("output_tokens_total", **labels) == 3 * record().tokens.output
     assert counted.value("requests_total", **labels, outcome="ok") == 2
     assert counted.value("cost_engine_seconds_total", **labels) == 0
     assert counted.value("refusals_total", reason="at_capacity") == 1
@@ -106,7 +102,7 @@ def test_the_overflow_is_counted_by_what_became_of_requests() -> None:
 def test_refusals_are_there_at_0_before_the_first(reason: str) -> None:
     """The rate of a new series misses its first event."""
     assert Counted().value("refusals_total", reason=reason) == 0
-    refused = record(decision=decision(None), outcome=Outcome.REFUSED, error=reason, served_by=None, ttft_ms=None)
+    refused = record(decision=decision(None), outcome=Outcome.REFUSED, error=reason, tier=None, ttft_ms=None)
     counted = Counted(refused)
     assert counted.value("refusals_total", reason=reason) == 1
     assert counted.value("requests_total", **{"class": "chat", "tier": "none"}, outcome="refused") == 1
@@ -130,7 +126,7 @@ def test_predictions_are_compared_with_the_engines_own_time() -> None:
     assert counted.value("prediction_error_ratio_sum", tier="fast", kind="tpot") == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize("fields", [{"attempts_failed": 1}, {"continued_on": (BALANCED,)}, {"served_by": BALANCED}])
+@pytest.mark.parametrize("fields", [{"attempts_failed": 1}, {"continued_on": (BALANCED,)}, {"tier": BALANCED}])
 def test_disturbed_answers_are_not_compared(fields: dict[str, Any]) -> None:
     assert Counted(record(**fields)).total("prediction_error_ratio_count") == 0
 

@@ -12,7 +12,8 @@ import pytest
 
 from router.auth.api_keys import add_key
 from router.monitoring.page import SCRIPTS, WEB, compose
-from router.settings import SettingsError, load_settings
+from router.section import SettingsError
+from router.settings import load_settings
 from tests.unit.router_stack import router_stack
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ async def test_autoscalers_see_queue_and_first_token_by_tier(tmp_path: Path) -> 
     one, none = {"max_in_flight": 1}, {"max_model_len": 16}
     async with router_stack(tmp_path, {"tiers": {"fast": one, "balanced": none, "precise": one}}) as stack:
         for replica in stack.fleet.replicas:
-            replica.speed = SpeedModel(1.0, 2.0, 10.0) if replica.spec.name is not TierName.BALANCED else None
+            replica.update(speed=SpeedModel(1.0, 2.0, 10.0) if replica.spec.name is not TierName.BALANCED else None)
         before = await scrape(stack)
         assert before["qarr_tier_waiting_requests", "fast"] == before["qarr_tier_waiting_requests", "precise"] == 0
         assert before["qarr_predicted_ttft_seconds", "fast"] == pytest.approx(1.0, rel=0.2)  # 512 tokens at 2 ms

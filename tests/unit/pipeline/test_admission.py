@@ -68,7 +68,7 @@ def door(tmp_path: Path, places: dict[TierName, int], *, replicas: int = 1, **op
     fleet = Fleet(specs)
     for spec in specs:
         for number in range(replicas):
-            fleet.add(Replica(f"{spec.name}-{number}", spec, "u", "", "m", state=ReplicaStatus.READY))
+            fleet.add(Replica(f"{spec.name}-{number}", spec, "u", "", "m", status=ReplicaStatus.READY))
     policy = PolicyStore(settings.policy, fleet)
     return Entrance(Admission(fleet, policy, settings.admission), fleet, policy)
 
@@ -118,23 +118,23 @@ async def test_several_answers_take_as_many_places(tmp_path: Path) -> None:
     await at.seen()
     newcomer = at.ask()
     await at.seen()
-    assert (several.done(), newcomer.done(), at.fleet.replicas[0].slots) == (False, False, 3)
+    assert (several.done(), newcomer.done(), at.fleet.replicas[0].state.slots) == (False, False, 3)
     await at.end(held[0])
     assert (several.done(), newcomer.done()) == (False, False)
     await at.end(held[1])
-    assert (several.done(), newcomer.done(), at.fleet.replicas[0].slots) == (True, False, 4)
+    assert (several.done(), newcomer.done(), at.fleet.replicas[0].state.slots) == (True, False, 4)
     await at.end(held[2])
     assert newcomer.done()
     await at.end(several.result())
     await at.end(newcomer.result())
-    assert (at.fleet.replicas[0].slots, at.fleet.replicas[0].in_flight) == (0, 0)
+    assert (at.fleet.replicas[0].state.slots, at.fleet.replicas[0].state.in_flight) == (0, 0)
 
 
 async def test_only_one_replica_is_kept_for_several_answers(tmp_path: Path) -> None:
     """The one that lacks least; the places of the others go on being given."""
     at = door(tmp_path, {FAST: 4}, replicas=2)
     held = [await at.hold(FAST, prompt_tokens=tokens) for tokens in (2000, 20, 20, 20)]
-    assert [r.slots for r in at.fleet.replicas] == [1, 3]
+    assert [r.state.slots for r in at.fleet.replicas] == [1, 3]
     several = at.ask(sequences=4)
     await at.seen()
     newcomers = [at.ask() for _ in range(2)]
@@ -155,12 +155,12 @@ async def test_more_answers_than_a_replica_has_places_get_one_that_is_idle(tmp_p
     assert not many.done()
     await at.end(held)
     replica = at.fleet.replicas[0]
-    assert (many.done(), replica.slots, replica.in_flight) == (True, 64, 1)
+    assert (many.done(), replica.state.slots, replica.state.in_flight) == (True, 64, 1)
     other = at.ask()
     await at.seen()
     assert not other.done()
     await at.end(many.result())
-    assert (other.done(), replica.slots) == (True, 1)
+    assert (other.done(), replica.state.slots) == (True, 1)
 
 
 async def test_long_prompts_that_wait_for_a_cache_do_not_stop_short_ones(tmp_path: Path) -> None:
@@ -225,11 +225,11 @@ async def test_who_leaves_just_as_it_is_let_in_leaves_nothing(tmp_path: Path) ->
         await at.seen()
         held.lease.release()
         await asyncio.sleep(0)  # the queue is looked at: it has its place, and does not know yet
-        assert at.fleet.replicas[0].slots == 1
+        assert at.fleet.replicas[0].state.slots == 1
         gone.cancel()
         await at.seen()
         assert gone.cancelled()
-        assert at.fleet.replicas[0].slots == 0
+        assert at.fleet.replicas[0].state.slots == 0
         at.admission.leave("other", held)
         held = await at.hold(FAST, key="other")
     first = at.ask(key="key")  # the same class; were places still counted, it would come after the next one
@@ -280,7 +280,7 @@ async def test_whatever_comes_and_goes_all_of_it_comes_back(tmp_path: Path, seed
             elif task.exception() is None:
                 await at.end(task.result(), key)
         for replica in at.fleet.replicas:
-            assert replica.slots <= replica.limit or replica.in_flight == 1
+            assert replica.state.slots <= replica.state.limit or replica.state.in_flight == 1
     while running:
         await at.seen()
         key, task = next(each for each in running if each[1].done())  # none would mean that somebody waits for nothing
@@ -288,4 +288,6 @@ async def test_whatever_comes_and_goes_all_of_it_comes_back(tmp_path: Path, seed
         if not task.cancelled() and task.exception() is None:
             await at.end(task.result(), key)
     assert at.admission.waiting == 0
-    assert not any(r.in_flight or r.slots or r.prompt_tokens or r.output_tokens for r in at.fleet.replicas)
+    assert not any(
+        r.state.in_flight or r.state.slots or r.state.prompt_tokens or r.output_tokens for r in at.fleet.replicas
+    )

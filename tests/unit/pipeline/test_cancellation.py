@@ -34,7 +34,7 @@ async def test_a_request_that_ends_at_any_await_leaves_nothing(tmp_path: Path) -
     """Of every kind of request, in every trouble, no place, connection, task, span or anything else is held afterwards."""
     async with cut_router(tmp_path) as router:
         for number, scenario in enumerate(scenarios()):
-            assert await cut_everywhere(router, scenario, number) >= 4, scenario.name
+            assert await cut_everywhere(router, scenario, number) >= 2, scenario.name
         answer = await router.stack.client.post(
             f"{router.stack.url}/generate", json={"prompt": "hi"}, headers={"authorization": f"Bearer {router.key}"}
         )

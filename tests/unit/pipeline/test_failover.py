@@ -113,7 +113,7 @@ async def test_what_is_no_chunk_is_the_engines_fault(tmp_path: Path, instead: st
         for more in ({}, {"tools": [{"type": "function", "function": {"name": "f"}}]}):
             text = await chat(stack, **more)
             assert (content(text), text.count("[DONE]")) == (TEXT, 1)
-        assert stack.fleet.replicas[0].failed == 3
+        assert stack.fleet.replicas[0].state.failed == 3
         assert stack.leases() == 0
 
 
@@ -159,7 +159,7 @@ async def test_reasoning_is_no_silence(tmp_path: Path) -> None:
         found = events((await stack.generate(tier="fast", max_tokens=64)).text)
         assert [data.get("text") for _, data in found[:-1]] == [WORDS[10]]
         assert found[-1][1]["usage"]["completion_tokens"] == len(WORDS)
-        assert (stack.fleet.replicas[0].failed, found[-1][1]["tier"]) == (0, "fast")
+        assert (stack.fleet.replicas[0].state.failed, found[-1][1]["tier"]) == (0, "fast")
         assert found[-1][1]["ttft_ms"] < 1500  # the first token is the first thought
         stack.engines[TierName.FAST].break_after = 5
         broken = events((await stack.generate(tier="fast", max_tokens=64)).text)

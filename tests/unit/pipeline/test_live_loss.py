@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 async def test_live_answers_that_differ_are_told(tmp_path: Path) -> None:
     """In metrics and on the page; decisions go on as before."""
-    async with router_stack(tmp_path, {"policy": {"live_check_share": 1.0}}) as stack:
+    async with router_stack(tmp_path, {"policy": {"live_check_share": 1.0}, "profile": {"idle_s": 0.1}}) as stack:
         stack.engines["precise"].answer = ("Berlin",)
 
         async def live() -> list[dict[str, object]]:

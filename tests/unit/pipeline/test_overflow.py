@@ -20,6 +20,7 @@ from router.policy.decide import UNKNOWN_RETRY_S
 from router.policy.decision_log import OverflowRecord, read_log
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.router_stack import events, router_stack
+from tiers.breaker import BreakerOptions
 from tiers.spec import STANDARD_TIERS
 
 if TYPE_CHECKING:
@@ -370,7 +371,7 @@ async def test_it_has_a_bound(tmp_path: Path) -> None:
 
 async def test_after_failures_it_rests(tmp_path: Path) -> None:
     """Three failures in a row keep requests from it, until a probe succeeds; what it says of one request counts for none."""
-    slow = {"upstream": {"breaker_pause_s": 3600, "breaker_longest_pause_s": 3600}}
+    slow = {"upstream": {"breaker": BreakerOptions(pause_s=3600, longest_pause_s=3600)}}
     async with full(tmp_path, Behaviour(status=422), slow) as at:
         for status, count in ((422, 9), (503, 3)):
             at.outside.status = status

@@ -13,12 +13,12 @@ from router.auth.api_keys import Caller
 from router.auth.quota import OverQuota
 from router.lifecycle import ServerState
 from router.pipeline.admission import Admitted
-from router.pipeline.registry import OVER_QUOTA, RequestRegistry, ttft_from_arrival
+from router.pipeline.registry import OVER_QUOTA, RequestRegistry
 from router.pipeline.request import RequestContext
 from router.policy.decide import decide
 from router.policy.decision import Refusal, Refused, Sla
 from router.telemetry.logs import request_line
-from router.telemetry.record import Outcome, RequestRecord, render_summary
+from router.telemetry.record import Outcome, RequestRecord, Served, Tokens, render_summary
 from router.upstream.errors import EngineBroke, EngineRefused
 from tests.fakes.engine import Behaviour
 from tests.unit.upstream_stack import QUERY, text_of, upstream_stack
@@ -83,11 +83,10 @@ async def test_a_record_tells_what_was_decided_and_who_served() -> None:
         assert registry.open == []
         assert (record.request_id, record.trace_id, record.route, record.key_id) == ("r1", "t1", "/generate", "k1")
         assert (record.outcome, record.error, record.decision) == (Outcome.OK, None, decision)
-        assert (record.served_by, record.replica, record.precision) == (BALANCED, "balanced-0", "fp8")
-        assert (record.prompt_tokens, record.output_tokens, record.queue_ms) == (33, 7, 5.0)
-        assert record.overhead_ms == pytest.approx(request.sent * 1000 - 5)
-        assert (record.attempts_failed, record.continued_on) == (0, ())
-        assert record.tpot_ms == answer.tpot_ms
+        assert record.served == Served(BALANCED, "balanced-0", "fp8")
+        assert (record.tokens.prompt, record.tokens.output, record.times.queue_ms) == (33, 7, 5.0)
+        assert record.times.overhead_ms == pytest.approx(request.sent * 1000 - 5)
+        assert record.times.tpot_ms == answer.tpot_ms
 
 
 async def test_a_record_has_the_precision_of_the_replica_that_served() -> None:
@@ -98,18 +97,19 @@ async def test_a_record_has_the_precision_of_the_replica_that_served() -> None:
         with entry(registry, context(), decision, 0) as request:
             request.answer = await stack.stream(FAST)
             await request.answer.aclose()
-        assert registry.recent[-1].precision == "awq-int4"
+        assert registry.recent[-1].served.precision == "awq-int4"
 
 
 async def test_a_time_to_the_first_token_is_counted_from_the_arrival() -> None:
     """The engine's counts from when the request was sent; the caller has waited for longer."""
     async with upstream_stack() as stack:
-        answer = await stack.stream()
-        answer.ttft_ms, answer.sent_at = 30.0, 12.0
-        assert ttft_from_arrival(context(arrived=10.0), answer) == 2030.0
-        answer.ttft_ms = None
-        assert ttft_from_arrival(context(arrived=10.0), answer) is None
-        await answer.aclose()
+        registry = registry_of()
+        for own, found in ((30.0, 2030.0), (None, None)):
+            with entry(registry, context(arrived=10.0), stack.decision(), 0) as request:
+                request.answer = answer = await stack.stream()
+                answer.ttft_ms, answer.sent_at = own, 12.0
+                await answer.aclose()
+            assert registry.recent[-1].times.ttft_ms == found
 
 
 async def test_a_request_waits_then_computes_its_prompt_then_its_output() -> None:
@@ -127,7 +127,7 @@ async def test_a_request_waits_then_computes_its_prompt_then_its_output() -> Non
             assert request.now_on is part
             await answer.aclose()
         record = registry.recent[-1]
-        assert (record.served_by, record.continued_on) == (BALANCED, (PRECISE,))
+        assert (record.served.tier, record.served.continued_on) == (BALANCED, (PRECISE,))
         assert (registry.totals["continuations"], registry.totals["requests"]) == (1, 1)
 
 
@@ -138,7 +138,8 @@ async def test_refusals_are_told_by_their_code() -> None:
         assert (record.outcome, record.error, record.decision) == (
             Outcome.REFUSED, Refusal.TOO_LONG.value, refused,
         )  # fmt: skip
-        assert (record.served_by, record.overhead_ms, record.ttft_ms, record.output_tokens) == (None, None, None, 0)
+        assert (record.served, record.times.overhead_ms, record.times.ttft_ms) == (Served(), None, None)
+        assert record.tokens == Tokens(refused.query.tokens_to_read)
         record = ended(registry, decision, OverQuota("tokens", 5, 9, None))
         assert (record.outcome, record.error) == (Outcome.REFUSED, OVER_QUOTA)
         assert "why: " + str(OverQuota("tokens", 5, 9, None)) in request_line(render_summary(record))

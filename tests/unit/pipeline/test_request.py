@@ -22,8 +22,7 @@ from router.pipeline.request import (
 )
 from router.policy.decision import PRIORITIES, Sla
 from router.upstream.engine_request import EngineRequest
-from tiers.snapshot import TemplateTokens
-from tiers.spec import TierName
+from tiers.spec import TemplateTokens, TierName
 
 TEMPLATE = TemplateTokens(alone=20, with_system=30, further_pair=11)
 COUNTER = EstimatingCounter()

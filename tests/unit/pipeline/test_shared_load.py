@@ -41,7 +41,7 @@ def make_fleet(replicas: int = 2, limit: int = LIMIT) -> Fleet:
     spec = TierSpec(FAST, 2048, 16, limit)
     fleet = Fleet((spec,))
     for number in range(replicas):
-        fleet.add(Replica(f"fast-{number}", spec, f"http://e{number}", "", "m", state=ReplicaStatus.READY))
+        fleet.add(Replica(f"fast-{number}", spec, f"http://e{number}", "", "m", status=ReplicaStatus.READY))
     return fleet
 
 
@@ -52,7 +52,7 @@ async def routers(url: str, count: int = 2, waiting: Callable[[], int] = lambda:
     shared = [SharedLoad(url, fleet, lambda _tier: waiting()) for fleet in fleets]
     tasks = [asyncio.create_task(each.run()) for each in shared]
     try:
-        await until(lambda: all(r.share and r.share.slots for fleet in fleets for r in fleet.replicas))
+        await until(lambda: all(r.others.share and r.others.share.slots for fleet in fleets for r in fleet.replicas))
         yield fleets
         assert not any(task.done() for task in tasks)
     finally:
@@ -81,23 +81,23 @@ async def test_what_one_router_has_the_others_count(redis_server: RedisServer) -
     async with routers(redis_server.url) as (one, other):
         leases = [one.lease(FAST, prompt_tokens=10, max_tokens=5, exclude={"fast-1"}) for _ in range(3)]
         assert leases.pop() is None  # two routers have two places each
-        await until(lambda: other.replicas[0].others == PeerLoad(2, 20, 10, 30))
-        assert other.replicas[0].sequences == 2
-        assert other.replicas[0].limit == 2
+        await until(lambda: other.replicas[0].others.counted == PeerLoad(2, 20, 10, 30))
+        assert other.replicas[0].state.load.sequences == 2
+        assert other.replicas[0].state.limit == 2
         for lease in leases:
             assert lease is not None
             lease.release()
-        await until(lambda: other.replicas[0].others == PeerLoad())
+        await until(lambda: other.replicas[0].others.counted == PeerLoad())
 
 
 async def test_known_requests_are_not_taken_for_strangers(redis_server: RedisServer) -> None:
     """What the engine's gauges tell of is counted once, though another router sent it."""
     async with routers(redis_server.url) as (one, other):
         assert one.lease(FAST, prompt_tokens=10, max_tokens=5, exclude={"fast-1"}) is not None
-        await until(lambda: other.replicas[0].others.slots == 1)
+        await until(lambda: other.replicas[0].others.counted.slots == 1)
         for _ in range(FOREIGN_POLLS):
             other.replicas[0].note_gauges(Gauges(1, 0, 0.1))
-        assert other.replicas[0].sequences == 1
+        assert other.replicas[0].state.load.sequences == 1
 
 
 async def test_a_replica_that_one_router_spares_the_others_spare(redis_server: RedisServer) -> None:
@@ -170,15 +170,15 @@ async def test_without_redis_each_goes_by_its_own_view(redis_server: RedisServer
     """When Redis stops answering the others are forgotten; when it is back, they count again."""
     async with routers(redis_server.url) as (one, other):
         assert one.lease(FAST, prompt_tokens=10, max_tokens=5, exclude={"fast-1"}) is not None
-        await until(lambda: other.replicas[0].others.slots == 1)
+        await until(lambda: other.replicas[0].others.counted.slots == 1)
         redis_server.pause()
         try:
-            await until(lambda: other.replicas[0].others == NO_PEERS)
-            await until(lambda: other.replicas[0].limit == LIMIT // 2)
+            await until(lambda: other.replicas[0].others.counted == NO_PEERS)
+            await until(lambda: other.replicas[0].state.limit == LIMIT // 2)
             assert other.lease(FAST, prompt_tokens=1, max_tokens=1) is not None
         finally:
             redis_server.resume()
-        await until(lambda: other.replicas[0].others.slots == 1)
+        await until(lambda: other.replicas[0].others.counted.slots == 1)
 
 
 BREAK = {
@@ -198,17 +198,17 @@ async def test_an_error_reply_is_an_outage_and_no_more(redis_server: RedisServer
     async with admin(redis_server.url) as operator, routers(redis_server.url) as (one, other):
         lease = one.lease(FAST, prompt_tokens=10, max_tokens=5, exclude={"fast-1"})
         assert lease is not None
-        await until(lambda: other.replicas[0].others.slots == 1)
+        await until(lambda: other.replicas[0].others.counted.slots == 1)
         wrong, right = BREAK[how]
         await operator.execute_command(*wrong)
         try:
-            await until(lambda: other.replicas[0].others == NO_PEERS)
-            await until(lambda: other.replicas[0].limit == LIMIT // 2)
+            await until(lambda: other.replicas[0].others.counted == NO_PEERS)
+            await until(lambda: other.replicas[0].state.limit == LIMIT // 2)
         finally:
             await operator.execute_command(*right)
-        await until(lambda: other.replicas[0].others.slots == 1)
+        await until(lambda: other.replicas[0].others.counted.slots == 1)
         lease.release()
-        await until(lambda: other.replicas[0].others == PeerLoad())
+        await until(lambda: other.replicas[0].others.counted == PeerLoad())
 
 
 async def test_a_redis_that_was_emptied_knows_nobody_and_gives_nothing_away(redis_server: RedisServer) -> None:
@@ -218,7 +218,7 @@ async def test_a_redis_that_was_emptied_knows_nobody_and_gives_nothing_away(redi
         await operator.script_flush()
         seen = set()
         for _ in range(100):
-            seen.update(r.limit for fleet in (one, other) for r in fleet.replicas)
+            seen.update(r.state.limit for fleet in (one, other) for r in fleet.replicas)
             await asyncio.sleep(0.02)
         assert max(seen) <= LIMIT // 2
         assert len(await operator.hgetall(ROUTERS)) == 1 + 2
@@ -231,7 +231,7 @@ async def test_a_router_without_need_keeps_its_part_of_an_emptied_redis(redis_se
     async with admin(redis_server.url) as operator:
         try:
             async with asyncio.timeout(20):
-                while any(fleet.replicas[0].limit != LIMIT // 2 for fleet in fleets):
+                while any(fleet.replicas[0].state.limit != LIMIT // 2 for fleet in fleets):
                     for each in shared:
                         await each.exchange()
                     await asyncio.sleep(0.05)
@@ -239,7 +239,7 @@ async def test_a_router_without_need_keeps_its_part_of_an_emptied_redis(redis_se
             waiting[0] = 0
             for each in (*shared, *shared):
                 await each.exchange()
-            assert [fleet.replicas[0].limit for fleet in fleets] == [LIMIT // 2] * 2
+            assert [fleet.replicas[0].state.limit for fleet in fleets] == [LIMIT // 2] * 2
         finally:
             for each in shared:
                 await each.aclose()
@@ -259,10 +259,10 @@ async def test_what_nobody_foresaw_does_not_end_the_loop(
     shared = SharedLoad(redis_server.url, fleet, waiting)
     task = asyncio.create_task(shared.run())
     try:
-        await until(lambda: fleet.replicas[0].share is None)
+        await until(lambda: fleet.replicas[0].others.share is None)
         await asyncio.sleep(3 * EVERY_S)
         broken = False
-        await until(lambda: fleet.replicas[0].share is not None and fleet.replicas[0].limit == LIMIT)
+        await until(lambda: fleet.replicas[0].others.share is not None and fleet.replicas[0].state.limit == LIMIT)
         assert [r.exc_info[0] for r in caplog.records if r.exc_info] == [ZeroDivisionError]
     finally:
         await end_tasks([task])
@@ -272,12 +272,12 @@ async def test_what_nobody_foresaw_does_not_end_the_loop(
 def test_what_others_told_expires_where_it_is_read() -> None:
     """What is known of others, and the share that goes with it, end by themselves, whatever becomes of those who told."""
     replica, now = make_fleet(1).replicas[0], time.monotonic()
-    replica.note_others(PeerLoad(3), now + 100)
-    replica.share = Share(2, now + 100)
-    assert (replica.others.slots, replica.limit) == (3, 2)
-    replica.note_others(PeerLoad(3), now)
-    replica.share = Share(2, now)
-    assert (replica.others, replica.limit) == (NO_PEERS, 1)
+    replica.note_peers(PeerLoad(3), now + 100)
+    replica.note_share(Share(2, now + 100))
+    assert (replica.others.counted.slots, replica.state.limit) == (3, 2)
+    replica.note_peers(PeerLoad(3), now)
+    replica.note_share(Share(2, now))
+    assert (replica.others.counted, replica.state.limit) == (NO_PEERS, 1)
 
 
 async def test_what_redis_ran_too_late_changes_nothing(redis_server: RedisServer) -> None:
@@ -307,19 +307,19 @@ async def test_a_router_that_leaves_is_forgotten(redis_server: RedisServer) -> N
     async with routers(redis_server.url) as (one, _):
         async with routers(redis_server.url, 1) as (third,):
             assert third.lease(FAST, prompt_tokens=10, max_tokens=5) is not None
-            await until(lambda: sum(r.others.slots for r in one.replicas) == 1)
-        await until(lambda: sum(r.others.slots for r in one.replicas) == 0)
+            await until(lambda: sum(r.others.counted.slots for r in one.replicas) == 1)
+        await until(lambda: sum(r.others.counted.slots for r in one.replicas) == 0)
 
 
 async def test_the_share_of_a_router_that_died_comes_back(redis_server: RedisServer) -> None:
     """A router alone has the whole limit, with another one half of it, and once that has died the whole again."""
     async with routers(redis_server.url, 1) as (one,):
-        await until(lambda: one.replicas[0].limit == LIMIT)
+        await until(lambda: one.replicas[0].state.limit == LIMIT)
         dead = SharedLoad(redis_server.url, make_fleet())
         task = asyncio.create_task(dead.run())
-        await until(lambda: one.replicas[0].limit == LIMIT // 2)
+        await until(lambda: one.replicas[0].state.limit == LIMIT // 2)
         await end_tasks([task])
-        await until(lambda: one.replicas[0].limit == LIMIT)
+        await until(lambda: one.replicas[0].state.limit == LIMIT)
         await dead.aclose()
 
 
@@ -331,11 +331,11 @@ async def test_no_router_starves_another(redis_server: RedisServer) -> None:
     work = [asyncio.create_task(each.run()) for each in shared]
     work.append(asyncio.create_task(take_what_there_is(greedy)))
     try:
-        await until(lambda: greedy.replicas[0].in_flight == LIMIT)
+        await until(lambda: greedy.replicas[0].state.in_flight == LIMIT)
         waiting[1] = 4
-        await until(lambda: greedy.replicas[0].limit == modest.replicas[0].limit == 2)
+        await until(lambda: greedy.replicas[0].state.limit == modest.replicas[0].state.limit == 2)
         work.append(asyncio.create_task(take_what_there_is(modest)))
-        await until(lambda: greedy.replicas[0].in_flight == modest.replicas[0].in_flight == 2)
+        await until(lambda: greedy.replicas[0].state.in_flight == modest.replicas[0].state.in_flight == 2)
     finally:
         await end_tasks(work)
         for each in shared:
@@ -361,7 +361,7 @@ async def test_the_odd_place_goes_round(redis_server: RedisServer, monkeypatch: 
     monkeypatch.setattr("router.pipeline.shared_load.TURN_S", 1)
     async with routers(redis_server.url, 3, waiting=lambda: 9) as fleets:
         for fleet in fleets:
-            await until(lambda fleet=fleet: fleet.replicas[0].limit == 2)  # type: ignore[misc]
+            await until(lambda fleet=fleet: fleet.replicas[0].state.limit == 2)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -385,7 +385,7 @@ async def test_together_they_keep_to_the_limit(redis_server: RedisServer, count:
                 await shared[dice.randrange(count)].exchange()
                 if not emptied and time.monotonic() > began + 4:
                     emptied = await operator.flushall()
-                most = max(most, sum(fleet.replicas[0].in_flight for fleet in fleets))
+                most = max(most, sum(fleet.replicas[0].state.in_flight for fleet in fleets))
                 assert most <= limit + count
             assert most >= limit
         finally:

@@ -10,7 +10,8 @@ import pytest
 
 from router.auth.api_keys import add_key
 from tests.unit.router_stack import Stack, router_stack
-from tiers.breaker import BreakerState
+from tiers.breaker import BreakerOptions, BreakerState
+from tiers.choice import Request, candidate
 from tiers.fleet import Fleet
 from tiers.replica import FleetOptions, Replica
 from tiers.snapshot import Gauges
@@ -34,7 +35,7 @@ def narrow(**admission: Any) -> dict[str, Any]:
 async def busy(stack: Stack) -> asyncio.Task[httpx.Response]:
     stack.engines[FAST].delay_s = 0.05
     task = asyncio.create_task(stack.generate(stream=False))
-    while not stack.fleet.replicas[0].in_flight:
+    while not stack.fleet.replicas[0].state.in_flight:
         await asyncio.sleep(0.005)
     return task
 
@@ -149,7 +150,7 @@ async def test_a_wait_has_an_end(tmp_path: Path) -> None:
     async with router_stack(tmp_path, narrow(max_wait_s={"standard": 1.2})) as stack:
         stack.engines[FAST].delay_s = 3600
         first = asyncio.create_task(stack.generate(stream=False))
-        while not stack.fleet.replicas[0].in_flight:
+        while not stack.fleet.replicas[0].state.in_flight:
             await asyncio.sleep(0.005)
         refused = await stack.generate()
         assert refused.status_code == 503
@@ -208,7 +209,7 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing(tmp_path: Path) -> 
 
 async def test_a_replica_that_fails_is_left_alone_and_tried_again(tmp_path: Path) -> None:
     """Failures in a row open its breaker: requests go elsewhere without an attempt; one probe closes it again."""
-    overrides = {"upstream": {"breaker_pause_s": 0.4}}
+    overrides = {"upstream": {"breaker": BreakerOptions(pause_s=0.4)}}
     async with router_stack(tmp_path, overrides) as stack:
         engine = stack.engines[FAST]
         engine.status = 500
@@ -231,7 +232,7 @@ async def test_a_replica_that_fails_is_left_alone_and_tried_again(tmp_path: Path
 
 async def test_a_probe_that_takes_long_does_not_keep_a_replica_idle(tmp_path: Path) -> None:
     """The probe is not streamed, so its first token is not seen: after a bounded time other requests go as well."""
-    overrides = narrow(max_wait_s={"standard": 60}) | {"upstream": {"breaker_pause_s": 0.2, "retry_reserve": 50}}
+    overrides = narrow(max_wait_s={"standard": 60}) | {"upstream": {"breaker": BreakerOptions(pause_s=0.2)}}
     overrides["tiers"]["fast"] = {"max_in_flight": 8}
     async with router_stack(tmp_path, overrides) as stack:
         engine, breaker = stack.engines[FAST], stack.fleet.replicas[0].breaker
@@ -253,9 +254,7 @@ async def test_a_probe_that_takes_long_does_not_keep_a_replica_idle(tmp_path: Pa
 
 async def test_retries_are_bounded(tmp_path: Path) -> None:
     """When every engine fails, attempts do not multiply beyond the budget."""
-    overrides = {
-        "upstream": {"retry_reserve": 4, "retry_share": 0, "breaker_failures": 1000, "breaker_failure_share": 1.0}
-    }
+    overrides = {"upstream": {"retry_reserve": 4, "retry_share": 0, "breaker": BreakerOptions(1000, 1.0)}}
     async with router_stack(tmp_path, overrides) as stack:
         for engine in stack.engines.values():
             engine.status = 500
@@ -268,14 +267,13 @@ def test_long_prompts_wait_while_the_cache_is_full() -> None:
     """From 88 % on they do, and until it is below 79.2 %; short ones do not."""
     spec = TierSpec(FAST, 2048, 16, 32)
     fleet = Fleet((spec,), options=FleetOptions(long_prompt_tokens=100))
-    replica = fleet.add(Replica("fast-0", spec, "u", "", "m", state=ReplicaStatus.READY))
+    replica = fleet.add(Replica("fast-0", spec, "u", "", "m", status=ReplicaStatus.READY))
     for usage, open_to_long in ((0.87, True), (0.88, False), (0.80, False), (0.79, True), (0.87, True)):
         replica.note_gauges(Gauges(1, 0, usage))
         lease = fleet.lease(FAST, prompt_tokens=101, max_tokens=1)
         assert (lease is not None) is open_to_long
         snapshot = fleet.snapshot()
-        tier = snapshot.tiers[0]
-        assert (tier.next(tier.ask(101, 1, 1, snapshot)) is not None) is open_to_long
+        assert candidate(snapshot.tiers[0], Request(101, 1, long=True), snapshot).free is open_to_long
         if lease is not None:
             lease.release()
         short = fleet.lease(FAST, prompt_tokens=100, max_tokens=1)
@@ -287,7 +285,7 @@ def test_tokens_are_limited_as_well_as_requests() -> None:
     """What requests hold of the KV cache is counted when they come, and a lone request is never turned away."""
     spec = TierSpec(FAST, 2048, 16, 32)
     fleet = Fleet((spec,))
-    replica = fleet.add(Replica("fast-0", spec, "u", "", "m", state=ReplicaStatus.READY))
+    replica = fleet.add(Replica("fast-0", spec, "u", "", "m", status=ReplicaStatus.READY))
     replica.note_gauges(Gauges(0, 0, 0.0, 1000))
     first = fleet.lease(FAST, prompt_tokens=1500, max_tokens=100)
     assert first is not None
@@ -295,7 +293,7 @@ def test_tokens_are_limited_as_well_as_requests() -> None:
     assert fleet.lease(FAST, prompt_tokens=10, max_tokens=10, over_limit=True) is not None
     first.release()
     assert fleet.lease(FAST, prompt_tokens=10, max_tokens=10) is not None
-    assert replica.kv_tokens_held == 40
+    assert replica.state.kv.held == 40
 
 
 async def test_no_wait_where_nothing_can_come(tmp_path: Path) -> None:
@@ -303,7 +301,7 @@ async def test_no_wait_where_nothing_can_come(tmp_path: Path) -> None:
     async with router_stack(tmp_path, narrow()) as stack:
         stack.engines[FAST].stall_after = 1
         first = asyncio.create_task(stack.generate())
-        while not stack.fleet.replicas[0].in_flight:
+        while not stack.fleet.replicas[0].state.in_flight:
             await asyncio.sleep(0.005)
         answer = await stack.generate(prompt="word " * 3000)
         assert answer.status_code == 422

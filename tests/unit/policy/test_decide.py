@@ -7,16 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from classifier import PromptClass, PromptFeatures
 from classifier.kinds import Complexity
 from router.policy.decide import decide, fallbacks, successors
-from router.policy.decision import Basis, PolicyParameters, Query, Refusal, Sla
-from router.policy.explain import CHOSEN, verdict, verdicts
+from router.policy.decision import Basis, Decision, PolicyParameters, Query, Refusal, Sla
+from router.policy.explain import CHOSEN, verdict
 from router.policy.losses import ExpectedLoss
-from tiers.snapshot import FleetSnapshot, ReplicaSnapshot, TemplateTokens, TierSnapshot
-from tiers.spec import STANDARD_TIERS, Draft, ReplicaStatus, TierName, TierSpec
-from tiers.speed import Load, SpeedModel, Trend
+from tiers.snapshot import FleetSnapshot, ReplicaState, TierSnapshot, Trends
+from tiers.spec import STANDARD_TIERS, Draft, ReplicaStatus, TemplateTokens, TierName, TierSpec
+from tiers.speed import STEADY, Load, SpeedModel, Trend
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 PLAIN = {PromptClass.CHAT, PromptClass.WRITING}
@@ -64,12 +65,17 @@ def fleet(
         speed = (speeds or {}).get(name)
         load = (loads or {}).get(name, Load(busy))
         trend = Trend(0.0, speed.ttft_spread**2 if speed else 0.0, 0.0)
-        replica = ReplicaSnapshot(
-            f"{name}-0", "u", None, state, None, load.sequences, load.prompt_tokens, load.output_tokens, 0, 0, None, load,
-            speed, trend, trend,
+        replica = ReplicaState(
+            f"{name}-0", "u", status=state, in_flight=load.sequences, slots=load.sequences, prompt_tokens=load.prompt_tokens,
+            load=load, speed=speed, trends=Trends(trend, trend),
         )  # fmt: skip
-        tiers.append(TierSnapshot(TierSpec(name, LENGTHS[name], 16, 32), (replica,)))
+        tiers.append(TierSnapshot(TierSpec(name, LENGTHS[name], 16, 32), (replica,), (load.output_tokens,)))
     return FleetSnapshot(tuple(tiers), TemplateTokens())
+
+
+def said(decision: Decision) -> list[str]:
+    """Return the verdicts on all tiers, by rising precision."""
+    return [verdict(decision.choice, each) for each in decision.choice.estimates]
 
 
 @pytest.mark.parametrize(
@@ -101,29 +107,35 @@ def test_context_must_fit(tokens: int, tier: TierName | None) -> None:
 def test_what_a_draft_forbids_goes_to_tiers_without_one() -> None:
     """Neither first nor as a fallback to one that has a draft; only where all have one is it refused, by name."""
     given = fleet()
-    drafting = replace(given.tiers[0], spec=replace(given.tiers[0].spec, draft=Draft("ngram", 4)))
-    some = replace(given, tiers=(drafting, *given.tiers[1:]))
+    drafting = structs.replace(given.tiers[0], spec=replace(given.tiers[0].spec, draft=Draft("ngram", 4)))
+    some = structs.replace(given, tiers=(drafting, *given.tiers[1:]))
     assert decide(query(), some, TABLE).tier is FAST
     decision = decide(query(undraftable="min_p"), some, TABLE)
     assert (decision.tier, FAST in fallbacks(decision)) == (BALANCED, False)
-    assert verdicts(decision)[0].verdict == "has a draft, with which vLLM takes no min_p"
-    every = replace(given, tiers=tuple(replace(t, spec=replace(t.spec, draft=Draft("ngram", 4))) for t in given.tiers))
+    assert said(decision)[0] == "has a draft, with which vLLM takes no min_p"
+    every = structs.replace(
+        given, tiers=tuple(structs.replace(t, spec=replace(t.spec, draft=Draft("ngram", 4))) for t in given.tiers)
+    )
     refused = decide(query(undraftable="min_p and logit_bias"), every, TABLE)
     assert (refused.tier, refused.refusal) == (None, Refusal.UNSUPPORTED)
     assert "min_p and logit_bias" in refused.reason
-    absent = replace(every.tiers[1], spec=replace(every.tiers[1].spec, replicas=0), replicas=())
-    refused = decide(query(undraftable="min_p"), replace(every, tiers=(every.tiers[0], absent, every.tiers[2])), TABLE)
+    absent = structs.replace(
+        every.tiers[1], spec=replace(every.tiers[1].spec, replicas=0), replicas=(), output_tokens=()
+    )
+    refused = decide(
+        query(undraftable="min_p"), structs.replace(every, tiers=(every.tiers[0], absent, every.tiers[2])), TABLE
+    )
     assert refused.refusal is Refusal.UNSUPPORTED  # a tier that is left out never becomes ready
 
 
 def test_an_adapter_keeps_a_request_to_the_tiers_that_have_it() -> None:
     """Neither another tier nor a fallback to one; a hint at another is not taken, a required one is refused."""
     given = fleet()
-    having = replace(given.tiers[1], spec=replace(given.tiers[1].spec, adapters=("support",)))
-    some = replace(given, tiers=(given.tiers[0], having, given.tiers[2]))
+    having = structs.replace(given.tiers[1], spec=replace(given.tiers[1].spec, adapters=("support",)))
+    some = structs.replace(given, tiers=(given.tiers[0], having, given.tiers[2]))
     decision = decide(query(adapter="support"), some, TABLE)
     assert (decision.tier, fallbacks(decision)) == (BALANCED, ())
-    assert verdicts(decision)[0].verdict == "does not offer the adapter support"
+    assert said(decision)[0] == "does not offer the adapter support"
     hinted = decide(query(adapter="support", hint=PRECISE), some, TABLE)
     assert hinted.tier is BALANCED
     assert hinted.reason.startswith("hint precise not taken: does not offer the adapter support")
@@ -134,8 +146,8 @@ def test_an_adapter_keeps_a_request_to_the_tiers_that_have_it() -> None:
 def test_an_adapters_loss_is_not_the_models() -> None:
     """Measured, it decides by its own; not measured, what is published does, whatever the model itself loses."""
     offered = fleet()
-    offered = replace(
-        offered, tiers=tuple(replace(t, spec=replace(t.spec, adapters=("a", "b"))) for t in offered.tiers)
+    offered = structs.replace(
+        offered, tiers=tuple(structs.replace(t, spec=replace(t.spec, adapters=("a", "b"))) for t in offered.tiers)
     )
     little, much = (losing({PromptClass.CODE: mean}, {PromptClass.CODE: mean}) for mean in (0.001, 0.4))
     table = replace(TABLE, losses=much, adapters={"a": little, "": TABLE.losses})
@@ -195,9 +207,7 @@ def test_sla_excludes_slow_and_lossy_tiers() -> None:
     assert decide(query(sla=Sla(tpot_ms=15)), fleet(speeds=speeds), TABLE).tier is FAST
     loss = decide(query(sla=Sla(max_quality_loss=0.001)), fleet(speeds=speeds), TABLE)
     assert loss.tier is PRECISE
-    assert verdict(loss, FAST).verdict == (
-        "it may get 0.001 of answers wrong (expected 0.001, measured on 40 answers), 0.001 asked"
-    )
+    assert said(loss)[0] == ("it may get 0.001 of answers wrong (expected 0.001, measured on 40 answers), 0.001 asked")
 
 
 def test_sla_that_nothing_meets_is_set_aside_or_refused() -> None:
@@ -249,10 +259,10 @@ def test_who_takes_over_is_decided_as_things_stand() -> None:
 def test_every_tier_has_a_verdict() -> None:
     """The decision says of each tier what is known and why it was taken or not; unknown is None."""
     decision = decide(query(), fleet({PRECISE: ReplicaStatus.STARTING}, {FAST: SpeedModel(10, 1, 5)}), TABLE)
-    assert [v.verdict == CHOSEN for v in verdicts(decision)] == [True, False, False]
-    assert verdicts(decision)[0].predicted_ttft_ms == 30
-    assert verdicts(decision)[1].predicted_ttft_ms is None
-    assert verdicts(decision)[2].verdict == "is starting"
+    assert [each == CHOSEN for each in said(decision)] == [True, False, False]
+    assert decision.choice.estimates[0].predicted_ttft_ms == 30
+    assert decision.choice.estimates[1].predicted_ttft_ms is None
+    assert said(decision)[2] == "is starting"
 
 
 # What was measured: AWQ cheap and lossy, FP8 with a high price for each step, BF16 in between.
@@ -276,7 +286,7 @@ def test_cheapest_within_the_budget() -> None:
     )
     code = decide(query(PromptClass.CODE), fleet(speeds=MEASURED), SCARCE)
     assert code.tier is PRECISE  # fast loses too much, and balanced would do at a higher cost
-    assert [v.verdict for v in verdicts(code)] == [
+    assert said(code) == [
         "code, moderate: fast would get 1 in 5 answers wrong, more than policy.loss_budget allows",
         "would do, at 40 engine-seconds instead of 6.3",
         CHOSEN,
@@ -292,9 +302,7 @@ def test_at_idle_nothing_is_given_up() -> None:
         "code, moderate: fast would get about 1 in 5 answers wrong that precise gets right (measured on 40 answers); "
         "balanced 1 in 33"
     )
-    assert (
-        verdict(decision, BALANCED).verdict == "would get 1 in 33 answers wrong; engines are not scarce enough for that"
-    )
+    assert said(decision)[1] == "would get 1 in 33 answers wrong; engines are not scarce enough for that"
 
 
 def test_as_the_highest_precision_fills_up_more_loss_is_allowed() -> None:
@@ -353,17 +361,17 @@ def test_bounds_hold_with_the_confidence_asked_for() -> None:
 
 def test_prediction_follows_the_load() -> None:
     """Waiting prompts, running batches, busy neighbours and taken places all add to the predicted times."""
-    free = verdict(decide(query(), fleet(speeds=MEASURED), PROFILED), FAST)
+    free = decide(query(), fleet(speeds=MEASURED), PROFILED).estimate(FAST)
     assert (free.predicted_ttft_ms, free.predicted_tpot_ms) == (40, 25)
     busy = {FAST: Load(sequences=3, prompt_tokens=200, output_tokens=300)}
-    loaded = verdict(decide(query(), fleet(speeds=MEASURED, loads=busy), PROFILED), FAST)
+    loaded = decide(query(), fleet(speeds=MEASURED, loads=busy), PROFILED).estimate(FAST)
     assert (loaded.predicted_ttft_ms, loaded.predicted_tpot_ms) == (20 + 220 + 35, 40)
     full = {FAST: Load(sequences=16, output_tokens=1600)}
-    queued = verdict(decide(query(), fleet(speeds=MEASURED, loads=full), PROFILED), FAST)
+    queued = decide(query(), fleet(speeds=MEASURED, loads=full), PROFILED).estimate(FAST)
     assert queued.predicted_ttft_ms == pytest.approx(20 + 20 + 100 + 100 * 2 * 100 / 17, abs=0.1)
     speeds = {FAST: replace(MEASURED[FAST], contention=2.0)}
     beside = {FAST: Load(neighbours=0.5)}
-    assert verdict(decide(query(), fleet(speeds=speeds, loads=beside), PROFILED), FAST).predicted_tpot_ms == 50
+    assert decide(query(), fleet(speeds=speeds, loads=beside), PROFILED).estimate(FAST).predicted_tpot_ms == 50
 
 
 @pytest.mark.parametrize(("give_up", "tier"), [("latency", PRECISE), ("quality", FAST)])
@@ -408,9 +416,9 @@ def test_preferences_do_not_make_a_refusal_last() -> None:
 
 def test_several_answers_cost_and_take_as_much() -> None:
     """Engine time of each answer, prompts read once; TPOT of the batch that they make; room for all of them at once."""
-    one = verdict(decide(query(), fleet(speeds=MEASURED), PROFILED), FAST)
-    several = verdict(decide(query(sequences=4), fleet(speeds=MEASURED), PROFILED), FAST)
-    prompts = verdict(decide(query(sequences=4, all_prompt_tokens=80), fleet(speeds=MEASURED), PROFILED), FAST)
+    one = decide(query(), fleet(speeds=MEASURED), PROFILED).estimate(FAST)
+    several = decide(query(sequences=4), fleet(speeds=MEASURED), PROFILED).estimate(FAST)
+    prompts = decide(query(sequences=4, all_prompt_tokens=80), fleet(speeds=MEASURED), PROFILED).estimate(FAST)
     assert one.cost is not None
     assert several.cost is not None
     assert prompts.cost is not None
@@ -425,11 +433,8 @@ def test_several_answers_cost_and_take_as_much() -> None:
 
 
 def warmed(there: FleetSnapshot, cached: dict[TierName, int]) -> FleetSnapshot:
-    tiers = [
-        replace(tier, replicas=tuple(replace(r, cached_tokens=cached.get(tier.spec.name, 0)) for r in tier.replicas))
-        for tier in there.tiers
-    ]
-    return replace(there, tiers=tuple(tiers))
+    tiers = [structs.replace(tier, cached=(cached.get(tier.spec.name, 0),)) for tier in there.tiers]
+    return structs.replace(there, tiers=tuple(tiers))
 
 
 def test_a_chat_does_not_leave_a_warm_tier_for_nothing() -> None:
@@ -437,10 +442,10 @@ def test_a_chat_does_not_leave_a_warm_tier_for_nothing() -> None:
     asked, there = query(prompt_tokens=1600), fleet(speeds=MEASURED)
     cold, warm = (decide(asked, warmed(there, {PRECISE: cached}), SCARCE) for cached in (0, 1590))
     assert (cold.tier, warm.tier) == (FAST, FAST)
-    assert verdict(warm, PRECISE).predicted_ttft_ms == 20 + 4 * 10
-    assert (verdict(warm, PRECISE).cost or 0) < (verdict(cold, PRECISE).cost or 0) - 5.9
-    assert [v.cached_prompt_tokens for v in verdicts(warm)] == [0, 0, 1590]
-    assert [v.cached_prompt_tokens for v in verdicts(decide(asked, there, PROFILED))] == [None] * 3
+    assert warm.estimate(PRECISE).predicted_ttft_ms == 20 + 4 * 10
+    assert (warm.estimate(PRECISE).cost or 0) < (cold.estimate(PRECISE).cost or 0) - 5.9
+    assert [each.cached for each in warm.choice.estimates] == [0, 0, 1590]
+    assert [each.cached for each in decide(asked, there, PROFILED).choice.estimates] == [None] * 3
     long = replace(asked, max_tokens=8)
     asked = [decide(long, warmed(there, {PRECISE: cached}), SCARCE).tier for cached in (0, 1590)]
     assert asked == [FAST, PRECISE]
@@ -467,12 +472,12 @@ def test_hints_and_bounds_come_before_the_budget() -> None:
 def test_cost_follows_the_trend() -> None:
     """A tier that lately took three times as long as its speed says costs three times as much."""
     slow = fleet(speeds=MEASURED)
-    replica = replace(slow.tiers[0].replicas[0], tpot_trend=Trend(math.log(3.0), 0.01, 0.0))
-    slow = replace(slow, tiers=(replace(slow.tiers[0], replicas=(replica,)), *slow.tiers[1:]))
+    replica = structs.replace(slow.tiers[0].replicas[0], trends=Trends(STEADY, Trend(math.log(3.0), 0.01, 0.0)))
+    slow = structs.replace(slow, tiers=(structs.replace(slow.tiers[0], replicas=(replica,)), *slow.tiers[1:]))
     usual = decide(query(), fleet(speeds=MEASURED), SCARCE)
     now = decide(query(), slow, SCARCE)
     assert (usual.tier, now.tier) == (FAST, PRECISE)
-    assert verdict(now, FAST).cost == pytest.approx(3 * (verdict(usual, FAST).cost or 0), rel=1e-3)
+    assert now.estimate(FAST).cost == pytest.approx(3 * (usual.estimate(FAST).cost or 0), rel=1e-3)
 
 
 @pytest.mark.parametrize("sla", [Sla(ttft_ms=1000), Sla(tpot_ms=1000)])

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import FrozenInstanceError, replace
-from statistics import NormalDist
 
 import pytest
 
 from classifier import PromptClass
 from classifier.kinds import Complexity
 from router.policy.decide import decide, fallbacks
-from router.policy.decision import PolicyParameters, Refused
-from router.policy.explain import CHOSEN, verdict, verdicts
+from router.policy.decision import PolicyParameters, Refused, Sla
+from router.policy.explain import CHOSEN, verdict
 from router.policy.losses import NO_LOSS, ExpectedLoss
-from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, features, fleet, query
+from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, features, fleet, query, said
 from tiers.spec import STANDARD_TIERS, ReplicaStatus
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
@@ -26,9 +25,10 @@ LOSS = ExpectedLoss(0.2, 0.1, 0.3)
 )
 def test_a_loss_rises_with_the_confidence_asked_for(confidence: float, expected: float) -> None:
     """From the mean at even odds to the interval's end; no more than all answers can get worse."""
-    z = NormalDist().inv_cdf(confidence)
-    assert LOSS.at(z) == pytest.approx(expected, abs=1e-4)
-    assert ExpectedLoss(0.6, 0.1, 0.99).at(NormalDist().inv_cdf(0.9999)) == 1.0
+    asked = query(sla=Sla(confidence=confidence))
+    for loss, worst in ((LOSS, expected), (ExpectedLoss(0.6, 0.1, 9.9), min(0.6 + (expected - 0.2) * 93, 1.0))):
+        table = PolicyParameters({FAST: {kind: dict.fromkeys(Complexity, loss) for kind in PromptClass}})
+        assert decide(asked, fleet(), table).estimate(FAST).worst == pytest.approx(worst, abs=1e-2)
 
 
 def test_a_loss_is_that_of_the_kind_and_of_others_where_the_class_is_not_sure() -> None:
@@ -59,9 +59,9 @@ def test_reports_are_found_by_tier() -> None:
     """A tier that the fleet does not have is an error."""
     decision = decide(query(), fleet(), TABLE)
     assert decision.chosen is decision.estimate(FAST)
-    assert verdict(decision, FAST).verdict == CHOSEN
+    assert verdict(decision.choice, decision.estimate(FAST)) == CHOSEN
     with pytest.raises(KeyError):
-        verdict(decide(query(), fleet().__class__(fleet().tiers[1:], fleet().template), TABLE), FAST)
+        decide(query(), fleet().__class__(fleet().tiers[1:], fleet().template), TABLE).estimate(FAST)
 
 
 def test_a_decision_is_plain_data() -> None:
@@ -74,7 +74,7 @@ def test_a_decision_is_plain_data() -> None:
     assert (moved.tier, moved.reason, fallbacks(moved)) == (PRECISE, "hint balanced", (PRECISE, FAST))
     assert moved.chosen is decision.estimate(PRECISE)
     for copied in (moved, thawed):
-        assert verdicts(copied) == verdicts(decision)
+        assert said(copied) == said(decision)
         assert [copied.rate(tier) for tier in STANDARD_TIERS] == [decision.rate(tier) for tier in STANDARD_TIERS]
         assert copied.rate(FAST) is not None
         assert fallbacks(copied) == fallbacks(decision)
@@ -84,5 +84,5 @@ def test_a_decision_is_plain_data() -> None:
 def test_a_refusal_has_reports_and_no_chosen_one() -> None:
     decision = decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaStatus.FAILED)), TABLE)
     assert decision.chosen is None
-    assert len(verdicts(decision)) == 3
+    assert len(said(decision)) == 3
     assert str(Refused(decision)) == "fast is failed; balanced is failed; precise is failed"

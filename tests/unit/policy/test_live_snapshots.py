@@ -1,106 +1,109 @@
-"""Kept views: whatever happens to a fleet, its snapshots are what copying every replica would give, and stay so."""
+"""Snapshots by reference: whatever happens to a fleet, they are what copying every replica would give, and stay so."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec import structs
 from pydantic import TypeAdapter
 
 from classifier import PromptClass, PromptFeatures
 from classifier.kinds import Complexity
 from router.policy.decide import decide, successors
 from router.policy.decision import Decision, PolicyParameters, Query, Sla
+from router.policy.decision_log import LoggedFleet, _fleet_line
 from router.policy.losses import ExpectedLoss
+from tiers.choice import Request, choose
 from tiers.fleet import Fleet, Lease
 from tiers.prefix_memory import Part, Prefix
 from tiers.replica import FleetOptions, PeerLoad, Replica, Share
-from tiers.snapshot import FleetSnapshot, Gauges, ReplicaSnapshot, TierSnapshot
+from tiers.snapshot import FleetSnapshot, Gauges
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
-from tiers.speed import ALWAYS_MS, MOST_BESIDE, PREFILL_MEMORY_MS, STEADY, Load, SpeedModel
+from tiers.speed import ALWAYS_MS, MOST_BESIDE, PREFILL_MEMORY_MS, Load, SpeedModel
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
 STEPS = 120
-ADAPTER = TypeAdapter(FleetSnapshot)
+ADAPTER: TypeAdapter[FleetSnapshot] = TypeAdapter(LoggedFleet)
 LOSS = {kind: dict.fromkeys(Complexity, ExpectedLoss(0.03, 0.02, 0.05)) for kind in PromptClass}
 TABLE = PolicyParameters({TierName.FAST: LOSS, TierName.BALANCED: LOSS})
 
 
 def alone(replica: Replica, now: float) -> Load:
-    others, speed = replica._others if now < replica._others_until else PeerLoad(), replica.speed
-    prompts = replica.prompt_tokens + others.prompt_tokens
+    others, speed, state = replica.others, replica.state.speed, replica.state
+    peers = others.peers if now < others.peers_until else PeerLoad()
+    prompts = state.prompt_tokens + peers.prompt_tokens
     if prompts and speed is not None:
-        prompts = max(prompts - int((now - replica._prompts_at) * 1000 / speed.prefill_ms_per_token), 0)
-    sequences = replica.slots + others.slots + replica._foreign
-    return Load(sequences, prompts, replica.output_tokens + others.output_tokens)
+        prompts = max(prompts - int((now - state.prompts_at) * 1000 / speed.prefill_ms_per_token), 0)
+    return Load(state.slots + peers.slots + others.foreign, prompts, replica.output_tokens + peers.output_tokens)
 
 
-def copied(replica: Replica, fleet: Fleet, now: float, *, reserved: bool) -> ReplicaSnapshot:
-    """Return a replica as it is, read from its own counters; nothing that it keeps is used but who was busy lately."""
-    others = replica._others if now < replica._others_until else PeerLoad()
+def copied(replica: Replica, fleet: Fleet, now: float, *, reserved: bool) -> dict[str, Any]:
+    """Return a replica's line in the log, from what requests and others were counted; only the busy ones are the fleet's."""
+    peers = replica.others.peers if now < replica.others.peers_until else PeerLoad()
     beside = [r for r in fleet.replicas if r is not replica]
     busy = [r for r in beside if alone(r, now).sequences > 0]
     left_ms, usually = ALWAYS_MS, 0.0
-    contended = any(r.speed is not None and r.speed.contention for r in fleet.replicas)
+    contended = any(r.state.speed is not None and r.state.speed.contention for r in fleet.replicas)
     if contended and len(fleet.replicas) <= MOST_BESIDE:
         usually = min(fleet._totals.busy_lately(now) / len(fleet.replicas), 1.0)
         left = [
-            r.speed.left_ms(alone(r, now), r.spec.max_num_seqs, fleet.output_share) if r.speed is not None else 0.0
+            s.left_ms(alone(r, now), r.spec.max_num_seqs, fleet.output_share)
+            if (s := r.state.speed) is not None
+            else 0.0
             for r in busy
         ]
         left_ms = sum(left) / len(left) if left else ALWAYS_MS
-    limit, speed, breaker = replica.whole_limit, replica.speed, replica.breaker
-    if replica.share is not None:
-        limit = min(limit, max(replica.share.slots if now < replica.share.until else 0, 1))
-    fading = 2.718281828459045 ** ((replica._prefill_at - now) * 1000 / PREFILL_MEMORY_MS)
-    return ReplicaSnapshot(
-        replica.id,
-        replica.url,
-        replica.pid,
-        replica.state,
-        replica.detail,
-        replica.in_flight,
-        replica.prompt_tokens,
-        replica.output_tokens,
-        replica.served,
-        replica.failed,
-        replica.gauges,
-        replace(
-            alone(replica, now),
-            neighbours=len(busy) / max(len(beside), 1),
-            prefill_rate=pytest.approx(replica._prefill_rate * fading),
-            neighbours_left_ms=pytest.approx(left_ms),
-            neighbours_usually=pytest.approx(usually),
-        ),
-        speed,
-        replica.ttft_trend.faded(now, speed.ttft_spread) if speed else STEADY,
-        replica.tpot_trend.faded(now, speed.tpot_spread) if speed else STEADY,
-        breaker.state(now),
-        breaker.admits(now),
-        breaker.admits_in_s(now),
-        min(limit, replica.slots) if reserved else limit,
-        replica.kv_tokens,
-        replica.kv_tokens_held + others.kv_tokens,
-        replica.kv_pressure,
-        replica.slots,
+    state, limit, breaker, share = replica.state, replica.whole_limit, replica.breaker, replica.others.share
+    if share is not None:
+        limit = min(limit, max(share.slots if now < share.until else 0, 1))
+    fading = 2.718281828459045 ** ((state.prefill_at - now) * 1000 / PREFILL_MEMORY_MS)
+    load = structs.replace(
+        alone(replica, now),
+        neighbours=len(busy) / max(len(beside), 1),
+        prefill_rate=pytest.approx(state.load.prefill_rate * fading),
+        neighbours_left_ms=pytest.approx(left_ms),
+        neighbours_usually=pytest.approx(usually),
     )
+    return {
+        "limit": min(limit, state.slots) if reserved else limit,
+        "load": structs.asdict(load),
+        "breaker": breaker.state(now).value,
+        "admits": breaker.admits(now),
+        "admits_in_s": breaker.admits_in_s(now),
+        "kv_tokens_held": sum(lease._kv_tokens for lease in open_leases(fleet, replica)) + peers.kv_tokens,
+        "places": sum(lease.sequences for lease in open_leases(fleet, replica)),
+        "in_flight": len(open_leases(fleet, replica)),
+        "prompt_tokens_outstanding": sum(lease._prompt_tokens for lease in open_leases(fleet, replica)),
+        "output_tokens_outstanding": sum(lease._output_tokens for lease in open_leases(fleet, replica)),
+        "state": state.status.value,
+        "detail": state.detail,
+        "pid": state.pid,
+        "precision": replica.spec.precision,
+    }
 
 
-def warmed(copies: list[ReplicaSnapshot], members: list[Replica], prefix: Prefix | None) -> tuple[ReplicaSnapshot, ...]:
-    """Return a tier's replicas with what they hold of a prompt, and the session's own where they hold the same."""
+LEASES: list[Lease] = []
+
+
+def open_leases(fleet: Fleet, replica: Replica) -> list[Lease]:
+    return [lease for lease in LEASES if lease.replica is replica and lease._fleet is fleet and not lease._released]
+
+
+def homes(members: list[Replica], prefix: Prefix | None) -> list[tuple[int | None, bool]]:
+    """Return what a tier's replicas hold of a prompt, and which is the session's own where they hold the same."""
     if prefix is None:
-        return tuple(copies)
+        return [(None, False)] * len(members)
     cached, home = [r.cached_tokens(prefix) for r in members], None
-    open_ones = [copy.id for copy in copies if copy.state is ReplicaStatus.READY and copy.admits]
-    if prefix.session and len(set(cached)) == 1 and len(copies) > 1 and open_ones:
+    open_ones = [r.id for r in members if r.state.open]
+    if prefix.session and len(set(cached)) == 1 and len(members) > 1 and open_ones:
         home = open_ones[prefix.home(open_ones)]
-    each = zip(copies, cached, strict=True)
-    return tuple(replace(copy, cached_tokens=tokens, home=copy.id == home) for copy, tokens in each)
+    return [(tokens, r.id == home) for tokens, r in zip(cached, members, strict=True)]
 
 
 class World:
@@ -114,7 +117,8 @@ class World:
         options = FleetOptions(adaptive_limit=self.pick(True, False), long_prompt_tokens=self.pick(100, 512))
         self.fleet = Fleet(tuple(self.specs), options=options)
         self.fleet.preparations.clock = lambda: clock.now
-        self.leases: list[Lease] = []
+        self.leases = LEASES
+        self.leases.clear()
         for _ in range(self.pick(1, 3, 8)):
             self.add()
 
@@ -186,12 +190,12 @@ class World:
         until = now + self.pick(0.05, 3.0)
         changes = [
             lambda: replica.note_gauges(Gauges(self.pick(0, 9), 1, self.pick(0.1, 0.85, 0.95), self.pick(None, 3000))),
-            lambda: setattr(replica, "share", self.pick(None, Share(self.pick(0, 2, 9), until))),
-            lambda: replica.note_others(PeerLoad(self.pick(0, 2), 300, 400, 500), until),
+            lambda: replica.note_share(self.pick(None, Share(self.pick(0, 2, 9), until))),
+            lambda: replica.note_peers(PeerLoad(self.pick(0, 2), 300, 400, 500), until),
             lambda: replica.mark(self.pick(ReplicaStatus.READY, ReplicaStatus.READY, *ReplicaStatus), "why"),
             lambda: replica.measured(self.speed()),
-            lambda: setattr(replica, "speed", None),
-            lambda: setattr(replica, "pid", self.pick(None, 7)),
+            lambda: replica.update(speed=None),
+            lambda: replica.update(pid=self.pick(None, 7)),
             lambda: replica.breaker.adopt(now, 1.0),
             lambda: replica.breaker.failed(now, probe=0),
             replica.breaker.reset,
@@ -207,18 +211,19 @@ class World:
         elif len(self.fleet.replicas) > 1:
             self.fleet.remove(self.pick(*self.fleet.replicas))
 
-    def expected(self, reserved: Collection[str], prefix: Prefix | None) -> FleetSnapshot:
-        fleet, tiers = self.fleet, []
-        for spec in fleet.specs:
-            members = [r for r in fleet.replicas if r.spec.name is spec.name]
-            copies = [copied(r, fleet, self.clock.now, reserved=r.id in reserved) for r in members]
-            tiers.append(TierSnapshot(spec, warmed(copies, members, prefix), fleet.preparations.of(spec.name)))
-        return FleetSnapshot(tuple(tiers), fleet.template, fleet.output_share, fleet.options.long_prompt_tokens)
+    def expected(self, reserved: Collection[str], prefix: Prefix | None) -> list[dict[str, Any]]:
+        found = []
+        for spec in self.fleet.specs:
+            members = [r for r in self.fleet.replicas if r.spec.name is spec.name]
+            for replica, (tokens, home) in zip(members, homes(members, prefix), strict=True):
+                line = copied(replica, self.fleet, self.clock.now, reserved=replica.id in reserved)
+                found.append({**line, "id": replica.id, "cached_tokens": tokens, "home": home})
+        return found
 
 
-def whole(snapshot: FleetSnapshot) -> FleetSnapshot:
-    """Return a snapshot of nothing but whole replicas, as the decision log gives it back."""
-    return replace(snapshot, tiers=tuple(TierSnapshot(t.spec, t.replicas, t.preparing) for t in snapshot.tiers))
+def lines(snapshot: FleetSnapshot) -> list[dict[str, Any]]:
+    """Return all replicas of a snapshot, as the log has them."""
+    return [line for tier in _fleet_line(snapshot)["tiers"] for line in tier["replicas"]]
 
 
 def shown(decision: Decision) -> dict[str, Any]:
@@ -240,29 +245,28 @@ def test_a_snapshot_is_what_copying_every_replica_gives(seed: int, clock: Simple
     for _ in range(STEPS):
         world.happen()
         reserved, prefix = world.pick((), (), {world.pick(*world.fleet.replicas).id}), world.prefix()
-        kept.append((world.fleet.snapshot(reserved, prefix), world.expected(reserved, prefix)))
+        snapshot = world.fleet.snapshot(reserved, prefix)
+        kept.append((snapshot, world.expected(reserved, prefix)))
         if world.pick(True, False, False):
-            snapshot, expected = kept.pop(world.random.randrange(len(kept)))
-            assert asdict(whole(snapshot)) == asdict(expected)
+            kept.append(kept.pop(world.random.randrange(len(kept))))
+            snapshot, expected = kept.pop()
+            assert [line | more for line, more in zip(lines(snapshot), expected, strict=True)] == lines(snapshot)
     for snapshot, expected in kept:
-        assert snapshot.sequences == expected.sequences
-        assert asdict(whole(snapshot)) == asdict(expected)
+        assert [line | more for line, more in zip(lines(snapshot), expected, strict=True)] == lines(snapshot)
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_a_decision_by_kept_views_is_the_one_by_whole_replicas(seed: int, clock: SimpleNamespace) -> None:
-    """The same tier, texts, predictions and successors, read from the log as well."""
+def test_a_decision_from_the_log_is_the_one_that_was_made(seed: int, clock: SimpleNamespace) -> None:
+    """The same tier, texts, predictions and successors, and the same replicas that would serve."""
     world = World(seed, clock)
     for _ in range(STEPS):
         world.happen()
         query = world.query()
         snapshot = world.fleet.snapshot(prefix=query.prefix)
-        decision, after = decide(query, snapshot, TABLE), successors(TierName.FAST, query, snapshot, TABLE)
         logged = ADAPTER.validate_json(ADAPTER.dump_json(snapshot))
-        for same in (whole(snapshot), logged):
-            assert shown(decide(query, same, TABLE)) == shown(decision)
-            assert successors(TierName.FAST, query, same, TABLE) == after
-        assert [tier.state for tier in logged.tiers] == [tier.state for tier in snapshot.tiers]
-        asked = [t.ask(query.tokens_to_read, query.max_tokens, query.sequences, snapshot) for t in snapshot.tiers]
-        found = [tier.next(ask) for tier, ask in zip(snapshot.tiers, asked, strict=True)]
-        assert found == [tier.next(ask) for tier, ask in zip(whole(snapshot).tiers, asked, strict=True)]
+        assert shown(decide(query, logged, TABLE)) == shown(decide(query, snapshot, TABLE))
+        assert successors(TierName.FAST, query, logged, TABLE) == successors(TierName.FAST, query, snapshot, TABLE)
+        assert [tier.status for tier in logged.tiers] == [tier.status for tier in snapshot.tiers]
+        request = Request(query.tokens_to_read, query.max_tokens, query.sequences)
+        for there, again in zip(snapshot.tiers, logged.tiers, strict=True):
+            assert choose(again, request, None) == choose(there, request, snapshot.load)

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec import structs
 
 from classifier import PromptClass
 from router.policy.decide import decide, fallbacks, successors
 from router.policy.decision import Basis, Refusal, Sla
-from router.policy.explain import verdicts
-from tests.unit.policy.test_decide import BALANCED, FAST, PRECISE, TABLE, fleet, query
+from tests.unit.policy.test_decide import BALANCED, FAST, PRECISE, TABLE, fleet, query, said
 from tiers.quantization import quantizations_of, shown_quantization
 from tiers.spec import ReplicaStatus
 from tiers.speed import SpeedModel
@@ -24,8 +24,8 @@ SERVED = {FAST: "awq-int4", BALANCED: "fp8 (stated)", PRECISE: "bf16"}
 
 def known(given: FleetSnapshot, **changed: str) -> FleetSnapshot:
     precisions = {**SERVED, **changed}
-    tiers = [replace(t, spec=replace(t.spec, precision=precisions[t.spec.name])) for t in given.tiers]
-    return replace(given, tiers=tuple(tiers))
+    tiers = [structs.replace(t, spec=replace(t.spec, precision=precisions[t.spec.name])) for t in given.tiers]
+    return structs.replace(given, tiers=tuple(tiers))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_only_allowed_precisions_serve_and_take_over() -> None:
     asked = query(precisions=frozenset({"fp8", "bf16"}))
     decision = decide(asked, known(fleet()), TABLE)
     assert (decision.tier, fallbacks(decision)) == (BALANCED, (PRECISE,))
-    assert verdicts(decision)[0].verdict == "serves awq-int4, and the request allows bf16, fp8 only"
+    assert said(decision)[0] == "serves awq-int4, and the request allows bf16, fp8 only"
     assert "the request allows bf16, fp8 only" in decision.reason
     assert successors(PRECISE, asked, known(fleet()), TABLE) == (BALANCED,)
     assert decide(query(PromptClass.CODE, precisions=frozenset({"int4"})), known(fleet()), TABLE).degraded == (
@@ -81,7 +81,7 @@ def test_a_tier_whose_precision_is_not_known_yet_may_turn_out_to_fit() -> None:
 def test_only_named_tiers_serve() -> None:
     decision = decide(query(only=frozenset({FAST, PRECISE})), known(fleet()), TABLE)
     assert (decision.tier, fallbacks(decision)) == (FAST, (PRECISE,))
-    assert verdicts(decision)[1].verdict == "is not among the tiers that the request allows"
+    assert said(decision)[1] == "is not among the tiers that the request allows"
 
 
 SPEEDS = {

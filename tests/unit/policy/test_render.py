@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from msgspec import structs
+
 from classifier import PromptClass
 from router.policy.decide import decide
-from router.policy.explain import verdict
-from router.policy.render import render_decision, render_features, render_verdict
+from router.policy.render import render_decision, render_estimates, render_features
 from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, fleet, query
 from tiers.spec import PRECISIONS, STANDARD_TIERS, ReplicaStatus
 
@@ -18,8 +19,10 @@ FAST, BALANCED, PRECISE = STANDARD_TIERS
 def test_a_decision_is_json_with_every_tier() -> None:
     """Names are plain strings, tiers rise in precision, and nothing needs an encoder of its own."""
     snapshot = fleet(speeds=MEASURED)
-    served = [replace(tier, spec=replace(tier.spec, precision=PRECISIONS[tier.spec.name])) for tier in snapshot.tiers]
-    decision = decide(query(PromptClass.CODE), replace(snapshot, tiers=tuple(served)), PROFILED)
+    served = [
+        structs.replace(tier, spec=replace(tier.spec, precision=PRECISIONS[tier.spec.name])) for tier in snapshot.tiers
+    ]
+    decision = decide(query(PromptClass.CODE), structs.replace(snapshot, tiers=tuple(served)), PROFILED)
     rendered = json.loads(json.dumps(render_decision(decision)))
     assert (rendered["tier"], rendered["precision"], rendered["class"]) == ("precise", "bf16", "code")
     assert (rendered["prompt_tokens"], rendered["max_tokens"]) == (20, 100)
@@ -41,10 +44,10 @@ def test_a_refusal_has_no_tier_and_says_when() -> None:
 def test_losses_have_their_interval_and_what_they_rest_on() -> None:
     """0 answers: they are published; the reference loses nothing."""
     measured = decide(query(PromptClass.CODE), fleet(speeds=MEASURED), PROFILED)
-    shown = render_verdict(verdict(measured, FAST))
+    shown, _, reference = render_estimates(measured)
     assert (shown["expected_loss"], shown["expected_loss_interval"], shown["loss_answers"]) == (0.2, [0.16, 0.25], 40)
-    assert render_verdict(verdict(measured, PRECISE))["expected_loss"] == 0
-    unknown = render_verdict(verdict(decide(query(), fleet(), TABLE), FAST))
+    assert reference["expected_loss"] == 0
+    unknown = render_estimates(decide(query(), fleet(), TABLE))[0]
     assert [unknown[name] for name in ("predicted_ttft_ms", "cost")] == [None, None]
 
 

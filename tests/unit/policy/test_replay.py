@@ -16,7 +16,7 @@ from router.policy.decide import decide
 from router.policy.decision import Sla
 from router.policy.decision_log import DecisionLog, DecisionRecord, OutcomeRecord, digest_of, read_log
 from router.policy.profiles import ProfileError
-from router.settings import PROJECT
+from router.section import PROJECT
 from tests.fakes.engine import Behaviour
 from tests.unit.policy.test_decide import FAST, MEASURED, PROFILED, SCARCE, fleet, query
 from tests.unit.router_stack import router_stack

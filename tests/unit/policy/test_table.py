@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from router.policy.profiles import LatencyProfile, QualityProfile
-    from router.settings import PolicySettings
+    from router.policy.settings import PolicySettings
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 
@@ -76,17 +76,17 @@ def test_profiles_that_appear_change_and_vanish_are_followed(tmp_path: Path) -> 
     assert (fleet.speeds, store.measured, store.quality) == ({}, frozenset(), None)
     written = write(tmp_path, quality(counted(FAST, 20), whole=False))
     speeds = write(tmp_path, latency({FAST: 10}))
-    store.take_up()
+    store.reload()
     assert store.measured == frozenset()  # there is more to measure
     assert 0.4 < (half := mean(store)) < 0.5
     assert fleet.speeds == {FAST: fit(FAST, 10).model}
     write(tmp_path, quality(counted(FAST, 30), counted(BALANCED, 1)), at=2.0)
-    store.take_up()
+    store.reload()
     assert mean(store) > half
     assert store.measured == {FAST, BALANCED, PRECISE}
     written.unlink()
     speeds.unlink()
-    store.take_up()
+    store.reload()
     assert (mean(store), fleet.speeds, store.measured) == (published, {}, frozenset())
 
 
@@ -99,14 +99,14 @@ def test_an_adapter_has_losses_of_its_own(tmp_path: Path) -> None:
     profile = quality(counted(FAST, 30)).model_copy(update={"adapter": "support"})
     (tmp_path / profile_name(IDENTITIES, "support")).write_text(profile.model_dump_json())
     fleet.configure(replace(fleet.spec(FAST), adapters=("other", "support")))
-    store.take_up()
+    store.reload()
     features = query().features
     model, own, other, late = (
         store.table.with_adapter(name).loss(FAST, features).mean for name in (None, "support", "other", "late")
     )
     assert published == other == late < model < own
     (tmp_path / profile_name(IDENTITIES, "support")).write_text("{")
-    store.take_up()
+    store.reload()
     assert store.table.with_adapter("support").loss(FAST, features).mean == published
 
 
@@ -119,7 +119,7 @@ def test_what_is_measured_next_is_what_decisions_depend_on(tmp_path: Path) -> No
         store.served(decide(query(), fleet(), TABLE), FAST)
     assert store.worth(FAST, KIND) > 5 * store.worth(FAST, code)
     write(tmp_path, quality(counted(FAST, 38), counted(FAST, 1, 0, *code), counted(BALANCED, 0)))
-    store.take_up()
+    store.reload()
     assert store.worth(FAST, KIND) == 0, "it loses far more than any bound"
     assert store.worth(FAST, code) > 0, "it may lose more than balanced or less"
 
@@ -155,9 +155,9 @@ def test_files_that_did_not_change_are_not_read_again(tmp_path: Path, caplog: py
     store = PolicyStore(settings(tmp_path), made_fleet())
     write(tmp_path, quality(counted(FAST, 8)))
     with caplog.at_level(logging.INFO, "qarr.router.policy"):
-        store.take_up()
+        store.reload()
         table = store.table
-        store.take_up()
+        store.reload()
     assert store.table is table
     assert [r.getMessage() for r in caplog.records] == [f"profiles loaded from {tmp_path}"]
 
@@ -195,13 +195,14 @@ def test_new_speeds_replace_those_of_running_replicas_and_equal_ones_do_not(tmp_
     fleet = made_fleet()
     store = PolicyStore(settings(tmp_path), fleet)
     learned = fit(FAST, 11).model
-    replica = fleet.add(Replica("fast-0", fleet.specs[0], "u", "", "m", speed=learned))
+    replica = fleet.add(Replica("fast-0", fleet.specs[0], "u", "", "m"))
+    replica.update(speed=learned)
     write(tmp_path, latency({FAST: 10}), at=2.0)
-    store.take_up()
-    assert replica.speed is learned
+    store.reload()
+    assert replica.state.speed is learned
     write(tmp_path, latency({FAST: 12}), at=3.0)
-    store.take_up()
-    assert replica.speed is None
+    store.reload()
+    assert replica.state.speed is None
     assert fleet.speeds[FAST].step_base_ms == 12
 
 
@@ -211,10 +212,10 @@ def test_successors_are_those_of_the_fleet_now() -> None:
     store = PolicyStore(settings(), fleet)
     assert store.successors(FAST, query()) == ()
     fast, precise = (
-        fleet.add(Replica(f"{spec.name}-0", spec, "u", "", "m", state=ReplicaStatus.READY))
+        fleet.add(Replica(f"{spec.name}-0", spec, "u", "", "m", status=ReplicaStatus.READY))
         for spec in (fleet.specs[0], fleet.specs[2])
     )
     assert store.successors(FAST, query()) == (PRECISE,)
-    precise.state = ReplicaStatus.FAILED
+    precise.mark(ReplicaStatus.FAILED)
     assert store.successors(FAST, query()) == ()
     assert store.successors(BALANCED, query()) == (fast.spec.name,)

@@ -36,7 +36,7 @@ async def test_it_begins_when_all_tiers_are_ready_and_measures_once(tmp_path: Pa
         await own.comes_to(what="latency")
         found = await own.comes_to(state="done")
         assert found["measured"] == {"latency": list(STANDARD_TIERS), "quality": list(STANDARD_TIERS)}
-        assert all(replica.in_flight == 0 for replica in own.fleet.replicas)
+        assert all(replica.state.in_flight == 0 for replica in own.fleet.replicas)
         identities = {spec.name: spec.identity for spec in own.fleet.specs}
         assert [fit.tier for fit in load_latency(tmp_path / latency_name(identities, "m")).fits] == list(STANDARD_TIERS)
         loss = load_profile(tmp_path / profile_name(identities))
@@ -61,7 +61,7 @@ async def test_it_gives_way_at_once_and_goes_on(tmp_path: Path) -> None:
             own.engines[0].delay_s = 0.15
             body = {"prompt": "hi", "tier": "fast", "tier_policy": "require"}
             async with own.client.stream("POST", f"{own.url}/generate", json=body) as answer:
-                assert sum(replica.in_flight for replica in own.fleet.replicas) == 1  # its own
+                assert sum(replica.state.in_flight for replica in own.fleet.replicas) == 1  # its own
                 assert (await own.profiling())["state"] == "waiting"
                 await until(lambda: own.computing == 1)
                 asked = sum(len(engine.requests) for engine in own.engines)
@@ -71,7 +71,7 @@ async def test_it_gives_way_at_once_and_goes_on(tmp_path: Path) -> None:
             own.engines[0].delay_s = 0.01
         await own.comes_to(state="done")
         assert len(own.journal) == len(set(own.journal)) == len(TASKS) * len(STANDARD_TIERS)
-        assert all(replica.in_flight == 0 for replica in own.fleet.replicas)
+        assert all(replica.state.in_flight == 0 for replica in own.fleet.replicas)
 
 
 @pytest.mark.anyio

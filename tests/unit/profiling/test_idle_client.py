@@ -45,7 +45,7 @@ class Idle:
 
     @property
     def in_flight(self) -> int:
-        return sum(replica.in_flight for replica in self.fleet.replicas)
+        return sum(replica.state.in_flight for replica in self.fleet.replicas)
 
 
 @asynccontextmanager

@@ -1,50 +1,97 @@
-"""Requests for greedy answers and their scores, and what is read of vLLM's answers to them."""
+"""The arithmetic of counted answers and of diagnoses, against values worked out by hand, and vLLM's answers to both."""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import math
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from router.policy.profiles import TOP_K
-from router.profiling.scoring import GreedyAnswer, answer_body, read_greedy, read_scored, scoring_body
+from classifier import PromptClass
+from classifier.kinds import Complexity
+from router.policy.profiles import TOP_K, Diagnosis, profile_name
+from router.profiling.scoring import Judged, Scores, answer_body, compare, count, kl_divergence, score
+from tests.unit.policy.made_profiles import counted, quality
+from tests.unit.router_stack import router_stack
+from tiers.spec import TierName
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.unit.router_stack import Stack
+
+FAST, PRECISE = TierName.FAST, TierName.PRECISE
+
+
+def logs(*shares: float) -> dict[int, float]:
+    return {token: math.log(share) for token, share in enumerate(shares)}
+
+
+def test_kl_by_hand() -> None:
+    """Two full distributions give the textbook figure; what is cut off is compared as one rest."""
+    assert kl_divergence(logs(0.5, 0.5), logs(0.5, 0.5)) == pytest.approx(0, abs=1e-6)
+    by_hand = 0.75 * math.log(0.75 / 0.25) + 0.25 * math.log(0.25 / 0.75)
+    assert kl_divergence(logs(0.75, 0.25), logs(0.25, 0.75)) == pytest.approx(by_hand, abs=1e-6)
+    truncated = 0.6 * math.log(0.6 / 0.3) + 0.4 * math.log(0.4 / 0.7)
+    assert kl_divergence({7: math.log(0.6)}, {7: math.log(0.3), 8: math.log(0.2)}) == pytest.approx(truncated)
+    assert kl_divergence({1: math.log(0.9)}, {2: math.log(0.9)}) == pytest.approx(
+        0, abs=1e-6
+    )  # nothing shared: unknown
+
+
+@given(
+    st.lists(st.floats(0.01, 1), min_size=6, max_size=6),
+    st.lists(st.floats(0.01, 1), min_size=6, max_size=6),
+    st.integers(1, 6),
+)
+def test_truncation_never_raises_kl(p: list[float], q: list[float], kept: int) -> None:
+    """With fewer tokens known the figure is a lower bound of the true one, and never negative."""
+    full_p, full_q = logs(*(x / sum(p) for x in p)), logs(*(x / sum(q) for x in q))
+    top = [dict(sorted(d.items(), key=lambda item: -item[1])[:kept]) for d in (full_p, full_q)]
+    exact = sum(math.exp(full_p[t]) * (full_p[t] - full_q[t]) for t in full_p)
+    assert 0 <= kl_divergence(*top) <= exact + 1e-6
+
+
+def test_scores_by_hand() -> None:
+    """Disagreement by rank, and regret against the reference's own first choice."""
+    reference = [
+        {10: (math.log(0.9), 1)},
+        {11: (math.log(0.2), 2), 99: (math.log(0.7), 1)},
+        {12: (math.log(0.5), 1)},
+    ]
+    found = compare([10, 11, 12], [{10: math.log(0.9)}, {11: 0.0}, {12: math.log(0.5)}], reference)
+    assert (found.tokens, found.disagreed) == (3, 1)
+    assert found.regret == pytest.approx(math.log(0.7 / 0.2))
+    assert found.kl > 0
 
 
 def answered(*tops: dict[int, float], ids: list[int]) -> dict[str, Any]:
     content = [{"top_logprobs": [{"token": f"token_id:{t}", "logprob": p} for t, p in top.items()]} for top in tops]
-    choice = {"token_ids": ids, "logprobs": {"content": content}}
-    return {"prompt_token_ids": [1, 2], "choices": [choice]}
+    return {"prompt_token_ids": [1, 2], "choices": [{"token_ids": ids, "logprobs": {"content": content or None}}]}
 
 
-def test_a_greedy_answer_is_read_by_token_ids() -> None:
-    read = read_greedy(answered({7: -0.1, 8: -2.5}, {9: -0.3}, ids=[7, 9]))
-    assert read == GreedyAnswer((1, 2), (7, 9), ({7: -0.1, 8: -2.5}, {9: -0.3}))
+@pytest.mark.anyio
+async def test_the_reference_scores_the_answer_after_its_prompt() -> None:
+    """Prompt and answer go in as token ids, without an end of sequence, which has no position; an empty one is not sent."""
+    asked: list[dict[str, Any]] = []
 
+    async def ask(body: dict[str, Any]) -> dict[str, Any]:
+        asked.append(body)
+        prompt = [None, {"2": {"logprob": -9.0, "rank": 4}}]
+        own = (
+            {"7": {"logprob": -0.2, "rank": 1}},
+            {"9": {"logprob": -3.0, "rank": 2}, "5": {"logprob": -0.1, "rank": 1}},
+        )
+        return {"choices": [{"prompt_logprobs": [*prompt, *own]}]}
 
-def test_tokens_without_log_probabilities_are_left_out() -> None:
-    """The end of sequence has an id, and no position of its own."""
-    assert read_greedy(answered({7: -0.1}, ids=[7, 2])).ids == (7,)
-
-
-@pytest.mark.parametrize("logprobs", [None, {}, {"content": None}, {"content": []}])
-def test_an_empty_answer_is_read_as_such(logprobs: Any) -> None:
-    choice = {"token_ids": [2], "logprobs": logprobs}
-    assert read_greedy({"prompt_token_ids": [1], "choices": [choice]}) == GreedyAnswer((1,), (), ())
-
-
-def test_the_reference_scores_the_answer_after_its_prompt() -> None:
-    """Prompt and answer go in as token ids; the scores of the prompt, the first of which vLLM leaves out, are skipped."""
-    answer = GreedyAnswer((1, 2), (7, 9), ({}, {}))
-    body = scoring_body(answer)
-    assert (body["prompt"], body["max_tokens"], body["prompt_logprobs"]) == ([1, 2, 7, 9], 1, TOP_K)
-    tokens = [
-        None,
-        {"2": {"logprob": -9.0, "rank": 4}},
-        {"7": {"logprob": -0.2, "rank": 1}},
-        {"9": {"logprob": -3.0, "rank": 2}, "5": {"logprob": -0.1, "rank": 1}},
-    ]
-    scored = read_scored({"choices": [{"prompt_logprobs": tokens}]}, answer)
-    assert scored == [{7: (-0.2, 1)}, {9: (-3.0, 2), 5: (-0.1, 1)}]
+    found = await score(answered({7: -0.1, 8: -2.5}, {9: -0.3}, ids=[7, 9, 0]), ask)
+    assert (found.tokens, found.disagreed, round(found.regret, 6)) == (2, 1, 2.9)
+    assert asked == [{"prompt": [1, 2, 7, 9], "max_tokens": 1, "temperature": 0, "prompt_logprobs": TOP_K}]
+    assert (await score(answered(ids=[2]), ask)).tokens == 0
+    assert len(asked) == 1
 
 
 def test_answers_are_greedy_and_bounded() -> None:
@@ -53,3 +100,60 @@ def test_answers_are_greedy_and_bounded() -> None:
     assert body["return_token_ids"] is body["return_tokens_as_token_ids"] is body["logprobs"] is True
     plain = answer_body([{"role": "user", "content": "hi"}], 24, scored=False)
     assert plain.keys() == {"messages", "temperature", "max_tokens"}
+
+
+def judged(task: str, tier: TierName, *, right: bool, scores: Scores | None = None) -> Judged:
+    return Judged(
+        task=task, prompt_class=PromptClass.MATH, complexity=Complexity.TRIVIAL, tier=tier, right=right, scores=scores
+    )
+
+
+def test_answers_are_paired_by_task() -> None:
+    """What only one of both has answered is no pair; diagnoses are weighted by tokens."""
+    answers = [judged(name, PRECISE, right=name in "abcx") for name in "abcdex"]
+    scores = Scores(tokens=10, disagreed=5, kl=1.0, regret=2.0), Scores(tokens=30, disagreed=0, kl=0.0, regret=0.0)
+    answers += [judged("a", FAST, right=True, scores=scores[0]), judged("b", FAST, right=False, scores=scores[1])]
+    answers += [judged("c", FAST, right=False), judged("d", FAST, right=True), judged("e", FAST, right=False)]
+    answers.append(judged("y", FAST, right=True))
+    (found,) = count(answers, [FAST])
+    assert (found.tier, found.prompt_class, found.complexity) == (FAST, PromptClass.MATH, Complexity.TRIVIAL)
+    assert (found.asked, found.right, found.answered) == (6, 4, 5)
+    assert (found.worse, found.better, found.both) == (2, 1, 1)
+    assert found.flips == (4, 2, 1)
+    assert found.diagnosis == Diagnosis(tokens=40, disagreement=0.125, kl=0.025, regret=0.05)
+
+
+async def _route(stack: Stack, prompt: str, **wishes: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = (await stack.client.post(f"{stack.url}/route", json={"prompt": prompt, **wishes})).json()
+    return answer
+
+
+@pytest.mark.anyio
+async def test_the_router_decides_by_what_was_measured(tmp_path: Path) -> None:
+    """A bound on loss is held against the upper end, and every verdict tells the expected loss and what it rests on."""
+    async with router_stack(tmp_path, {"policy": {"profiles": str(tmp_path)}}) as stack:
+        prompt = "Write a Python function that reverses a list"
+        before = await _route(stack, prompt)
+        assert [tier["loss_answers"] for tier in before["tiers"]] == [0, 0, 0]
+        checkpoints = {spec.name: spec.identity for spec in stack.fleet.specs}
+        counts = [
+            counted(tier, worse, 0, PromptClass.CODE, each, of=400)
+            for tier, worse in ((FAST, 80), (TierName.BALANCED, 8))
+            for each in Complexity
+        ]
+        path = tmp_path / profile_name(checkpoints)
+        path.write_text(quality(*counts, identities=checkpoints).model_dump_json())  # taken up while the router runs
+        while (await _route(stack, prompt))["tiers"][0]["loss_answers"] == 0:
+            await asyncio.sleep(0.1)
+        tiers = {}
+        for bound in (0.5, 0.1, 0.001):
+            decision = await _route(stack, prompt, sla={"max_quality_loss": bound})
+            tiers[bound] = [t["tier"] for t in decision["tiers"] if "asked" not in t["verdict"]]
+            losses = {t["tier"]: t["expected_loss"] for t in decision["tiers"]}
+            assert losses["fast"] == pytest.approx(0.2, abs=0.03)
+            assert losses["precise"] == 0
+        assert tiers == {0.5: ["fast", "balanced", "precise"], 0.1: ["balanced", "precise"], 0.001: ["precise"]}
+        assert (
+            "fast would get about 1 in 5 answers wrong that precise gets right (measured on 400 answers)"
+            in (await _route(stack, prompt))["reason"]
+        )

@@ -11,9 +11,10 @@ import pytest
 
 from classifier import PromptClass
 from router.policy.decision import PRIORITIES
-from router.policy.table import PolicyStore
+from router.profiling import client
 from router.profiling import shadow_evaluation as module
-from router.profiling.quality import Scores
+from router.profiling.idle_client import IdleClient
+from router.profiling.scoring import Scores
 from router.profiling.shadow_evaluation import (
     ANSWER_TOKENS,
     KEPT_PROMPTS,
@@ -21,10 +22,7 @@ from router.profiling.shadow_evaluation import (
     Drift,
     ShadowEvaluation,
 )
-from router.settings import load_settings
 from router.telemetry.tracing import Telemetry
-from router.upstream.client import Upstream
-from router.upstream.transport import EngineTransport
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.unit.own_engines import until
 from tests.unit.records import decision
@@ -34,7 +32,6 @@ from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS
@@ -60,24 +57,22 @@ class Evaluated:
 
 
 @asynccontextmanager
-async def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float = 1.0) -> AsyncIterator[Evaluated]:
+async def evaluated(monkeypatch: pytest.MonkeyPatch, share: float = 1.0) -> AsyncIterator[Evaluated]:
     monkeypatch.setattr(module, "LOOK_S", 0.001)
+    monkeypatch.setattr(client, "LOOK_S", 0.001)
     engines = {tier: Behaviour() for tier in STANDARD_TIERS}
-    settings = load_settings(None, {"policy": {"profiles": str(tmp_path)}})
     async with serving_all(*(FakeEngine(engine).app for engine in engines.values())) as urls:
         fleet = Fleet(tuple(TierSpec(name, 2048, 8, 16) for name in STANDARD_TIERS))
         for spec, url in zip(fleet.specs, urls, strict=True):
             fleet.add(Replica(f"{spec.name}-0", spec, url, "", "fake")).mark(ReplicaStatus.READY)
-        store, telemetry = PolicyStore(settings.policy, fleet), Telemetry(None)
-        upstream = Upstream(fleet, EngineTransport(10), settings.upstream, telemetry, store)
-        found = Evaluated(ShadowEvaluation(share, fleet, upstream, telemetry), fleet, engines)
-        running = asyncio.create_task(found.evaluation.run())
-        yield found
-        assert not running.done()
-        running.cancel()
-        await asyncio.wait({running})
-        await upstream.aclose()
-        assert all(replica.in_flight == 0 for replica in fleet.replicas)
+        async with IdleClient(fleet, "model", 0.0, lambda: (0, 0)) as idle:
+            found = Evaluated(ShadowEvaluation(share, fleet, idle, Telemetry(None)), fleet, engines)
+            running = asyncio.create_task(found.evaluation.run())
+            yield found
+            assert not running.done()
+            running.cancel()
+            await asyncio.wait({running})
+        assert all(replica.state.in_flight == 0 for replica in fleet.replicas)
 
 
 def test_drift_is_of_the_last_answers_and_of_those_that_can_be_compared() -> None:
@@ -91,9 +86,9 @@ def test_drift_is_of_the_last_answers_and_of_those_that_can_be_compared() -> Non
     assert drift.render() == {"checked": WINDOW + 3, "compared": WINDOW + 2, "differing": 0.0, "regret": 0.0}
 
 
-async def test_a_prompt_is_answered_again_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prompt_is_answered_again_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedily and briefly by the tier that served it and by the reference, beneath everybody's priority, then scored."""
-    async with evaluated(tmp_path, monkeypatch) as one:
+    async with evaluated(monkeypatch) as one:
         one.offer()
         await until(one.checked)
         (again,), (theirs, scoring) = one.engines[FAST].requests, one.engines[PRECISE].requests
@@ -111,22 +106,22 @@ async def test_a_prompt_is_answered_again_and_compared(tmp_path: Path, monkeypat
         assert one.fleet.output_share == 1.0  # how long callers' answers are is not learned from it
 
 
-async def test_what_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference's own prompts, those that cannot be asked again, and all where nothing is to be sampled."""
-    async with evaluated(tmp_path, monkeypatch) as one:
+    async with evaluated(monkeypatch) as one:
         one.offer(tier=PRECISE)
         one.evaluation.offer(decision(FAST), FAST, None)
         one.offer()
         await until(one.checked)
         assert one.checked() == 1
-    async with evaluated(tmp_path, monkeypatch, share=0.0) as off:
+    async with evaluated(monkeypatch, share=0.0) as off:
         off.offer(5)
         assert not off.evaluation._samples
 
 
-async def test_it_waits_for_quiet_and_keeps_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_waits_for_quiet_and_keeps_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
     """While anything is in flight nothing is asked; what is kept is bounded."""
-    async with evaluated(tmp_path, monkeypatch) as one:
+    async with evaluated(monkeypatch) as one:
         lease = one.fleet.lease(BALANCED, prompt_tokens=1, max_tokens=1)
         assert lease is not None
         one.offer(KEPT_PROMPTS + 5)
@@ -139,10 +134,10 @@ async def test_it_waits_for_quiet_and_keeps_the_newest(tmp_path: Path, monkeypat
 
 
 async def test_an_engine_that_fails_costs_the_sample_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An error, or an answer that is none; the next sample is scored."""
-    async with evaluated(tmp_path, monkeypatch) as one:
+    async with evaluated(monkeypatch) as one:
         for number, fault in enumerate(({"status": 400}, {"nonsense": b"[]"}, {"nonsense": b"{}"}), 1):
             for name, value in fault.items():
                 setattr(one.engines[FAST], name, value)
@@ -154,8 +149,8 @@ async def test_an_engine_that_fails_costs_the_sample_only(
         assert one.checked() == 1
 
 
-async def test_without_the_reference_samples_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with evaluated(tmp_path, monkeypatch) as one:
+async def test_without_the_reference_samples_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with evaluated(monkeypatch) as one:
         reference = one.fleet.replicas[-1]
         reference.mark(ReplicaStatus.DRAINING)
         one.offer()

@@ -23,7 +23,7 @@ from router.lifecycle import ServerState
 from router.server.handover import HELLO, MOST_PEERS, TAKEN, control_path
 from router.server.http_protocol import protocol_for
 from router.server.server import Server
-from router.settings import ServerSettings
+from router.server.settings import ServerSettings
 from tests.fakes.engine import ANSWER, Behaviour, FakeEngine, serving_all
 from tests.ports import reserved_ports
 from tests.unit.own_engines import until

@@ -13,7 +13,7 @@ import pytest
 
 from router.api.bodies import STANDARD_RULES, parsed
 from router.api.generate import GenerateBody, allowed_values
-from router.settings import PROJECT
+from router.section import PROJECT
 from tests.fakes.engine import Behaviour
 from tests.unit.router_stack import Stack, router_stack
 

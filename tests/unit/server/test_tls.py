@@ -15,8 +15,10 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from router.section import SettingsError
+from router.server.settings import TlsSettings
 from router.server.tls import TlsError, load_pair
-from router.settings import SettingsError, TlsSettings, load_settings
+from router.settings import load_settings
 from tests.unit.certificates import Authority
 from tests.unit.own_engines import until
 from tests.unit.own_router import QARR, own_router

@@ -293,7 +293,7 @@ async def test_questions_about_the_past_have_clear_answers(tmp_path: Path) -> No
         traces = await traces_with(stack, answers[1])
         assert [t["trace_id"] for t in traces] == [a.headers["x-qarr-trace-id"] for a in reversed(answers[1:])]
         gone = await stack.client.get(f"{stack.url}/traces/{'0' * 31}1")
-        assert (gone.status_code, "telemetry.recent_requests" in gone.json()["detail"]) == (404, True)
+        assert (gone.status_code, "its own last requests" in gone.json()["detail"]) == (404, True)
         assert (await get(stack, "/policy"))["max_loss"] == {}  # unless the settings say otherwise
 
 
@@ -397,12 +397,6 @@ async def test_a_resumable_stream_that_fails_late_is_kept_too(tmp_path: Path) ->
         assert (await traces_with(stack, left))[0]["kept_for"] == "error"
 
 
-async def test_where_no_request_is_kept_no_trace_is(tmp_path: Path) -> None:
-    async with router_stack(tmp_path, {"telemetry": {"recent_requests": 0}}) as stack:
-        assert len((await stack.generate()).headers["x-qarr-trace-id"]) == 32
-        assert (await get(stack, "/traces"))["traces"] == []
-
-
 async def test_an_answer_names_its_trace_at_the_viewer(tmp_path: Path) -> None:
     url = "http://viewer.example/t/{trace_id}"
     async with router_stack(tmp_path, {"telemetry": {"trace_url": url}}) as stack:
@@ -450,7 +444,7 @@ async def test_the_documented_metrics_are_those_of_the_page(tmp_path: Path) -> N
     """Each family on the page is in the table, and the other way round."""
     import re
 
-    from router.settings import PROJECT
+    from router.section import PROJECT
 
     table = (PROJECT / "docs/observing.md").read_text().partition("## Metrics")[2]
     documented = set(re.findall(r"`((?:qarr|process)_[a-z_]+)`", table))
@@ -463,7 +457,7 @@ async def test_the_documented_metrics_are_those_of_the_page(tmp_path: Path) -> N
 
 async def test_the_standard_variables_choose_what_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sampler that takes nothing but what its caller has sampled, set by the environment: over OTLP comes all of that."""
-    from router.settings import TelemetrySettings
+    from router.telemetry.settings import TelemetrySettings
     from tests.engine.collector import Collector
 
     collector = Collector()

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from router.settings import TelemetrySettings
-from router.telemetry.logs import Logging, begin_request, log_failure, log_request, request_line
+from router.telemetry.logs import Logging, begin_request, log, log_failure, request_line
+from router.telemetry.logs import log_request as write_line
 from router.telemetry.record import Outcome, render_summary
+from router.telemetry.settings import TelemetrySettings
 from tests.unit.own_router import own_router
 from tests.unit.records import decision, record
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from router.telemetry.record import RequestRecord
 
 GOOD = record(request_id="good-1", trace_id="7e" * 16, sla_met=True, checkpoint="c0ffee", key_id="k1")
-BAD = record(request_id="bad-1", decision=decision(None), outcome=Outcome.REFUSED, error="too_long", served_by=None)
+BAD = record(request_id="bad-1", decision=decision(None), outcome=Outcome.REFUSED, error="too_long", tier=None)
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +39,13 @@ def own_log() -> Iterator[None]:
     root.handlers = handlers
     root.setLevel(levels[0])
     ours.setLevel(levels[1])
+
+
+def log_request(each: RequestRecord) -> None:
+    """Log a record as the request registry does it."""
+    level = logging.WARNING if each is BAD else logging.INFO
+    if log.isEnabledFor(level):
+        write_line(each, level)
 
 
 class Log:

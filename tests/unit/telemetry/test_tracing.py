@@ -15,15 +15,12 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased
 from classifier import PromptClass
 from router.policy.decide import decide
 from router.policy.decision import Sla
-from router.policy.explain import verdict
-from router.settings import TelemetrySettings
-from router.telemetry.journey import Journey
-from router.telemetry.record import Outcome
-from router.telemetry.tracing import Telemetry, engine_target, make_telemetry
+from router.telemetry.record import Hop, Journey, Outcome
+from router.telemetry.settings import TelemetrySettings
+from router.telemetry.tracing import ANSWERED, Telemetry, end_span, engine_target, make_telemetry, server_span
 from tests.unit.policy.test_decide import MEASURED, SCARCE, TABLE, fleet, query
 from tests.unit.records import record
-from tiers.replica import Replica
-from tiers.spec import STANDARD_TIERS, OtlpTarget, ReplicaStatus, TierSpec
+from tiers.spec import STANDARD_TIERS, OtlpTarget, ReplicaStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -49,8 +46,6 @@ class Untouchable:
 class Asked:
     """A request to an engine."""
 
-    operation = "chat"
-    adapter = None
     parameters: Mapping[str, float] = {"gen_ai.request.temperature": 0.5}
 
 
@@ -68,7 +63,7 @@ def telemetry(*, sampled: bool = True, prompts: bool = False) -> tuple[Telemetry
 
 
 @contextmanager
-def server_span(provider: TracerProvider) -> Iterator[Span]:
+def request_span(provider: TracerProvider) -> Iterator[Span]:
     with provider.get_tracer("server").start_as_current_span("POST") as span:
         yield span
 
@@ -131,7 +126,7 @@ def test_a_variable_that_cannot_be_used_is_named(
     engine_target()
     (said,) = [entry for entry in caplog.records if entry.name == "qarr.router.telemetry.tracing"]
     assert (says in said.getMessage(), said.exc_info) == (True, None)
-    assert not made.wants_prompt
+    assert not made.exports
     made.shutdown()
 
 
@@ -170,7 +165,7 @@ def test_a_callers_trace_is_continued_where_it_is_one(parent: str, *, kept: bool
 
 def test_the_servers_trace_goes_before_the_headers() -> None:
     made, _, provider = telemetry()
-    with server_span(provider) as span:
+    with request_span(provider) as span:
         _, trace_id = made.request_ids({b"traceparent": f"00-{'a' * 32}-{'b' * 16}-01".encode()})
     assert trace_id == f"{span.get_span_context().trace_id:032x}"
 
@@ -182,20 +177,23 @@ def test_no_attribute_is_computed_for_a_request_that_is_not_traced(made_of: str)
     if made_of != "nothing":
         made, exporter, provider = telemetry(sampled=False)
     never: Any = Untouchable()
-    with server_span(provider) as root:
+    with request_span(provider) as root:
         assert not root.is_recording()
-        made.name_server_span(never, never)
+        assert server_span() is None
         made.record_outcome(record(decision=never))
-        assert not made.wants_prompt
-        assert made.start_attempt(FAST, replica(), Asked(), 1).span is root
+        hop = attempt(1)
+        made.start(hop, never)
+        assert hop.span is None
     assert exporter.get_finished_spans() == ()
 
 
 def test_engines_are_told_of_a_trace_that_is_not_sampled() -> None:
     """By the server span's own context, marked as not sampled, so that they keep to the sampler's choice."""
     made, _, provider = telemetry(sampled=False)
-    with server_span(provider) as root:
-        headers = dict(made.context_headers(made.start_attempt(FAST, replica(), Asked(), 1).span))
+    with request_span(provider) as root:
+        hop = attempt(1)
+        made.start(hop, Asked())
+        headers = dict(hop.headers)
     context = root.get_span_context()
     assert not context.trace_flags.sampled
     flags = f"{context.trace_flags:02x}"
@@ -206,24 +204,28 @@ def test_engines_are_told_of_a_trace_that_is_not_sampled() -> None:
 @pytest.mark.parametrize("parent", ["", f"00-{'a' * 32}-{'b' * 16}-01"])
 @pytest.mark.parametrize("sampler", [ALWAYS_ON, ALWAYS_OFF])
 async def test_the_sampler_decides_once_for_router_and_engines(sampler: Any, parent: str) -> None:
-    """A request that it drops has no span, and engines are told so, whatever the caller's own choice was."""
+    """A request that it drops has no span, and engines are told so, whatever the caller's own choice was.
+
+    One that it takes has its route, status and key on its span.
+    """
     exporter, provider = InMemorySpanExporter(), TracerProvider(sampler=sampler)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     made, told = Telemetry(provider), list[tuple[str, str]]()
 
-    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+    async def app(scope: Any, _receive: Any, send: Any) -> None:
         (_, trace_id) = made.request_ids({})
         ((name, value),) = made.context_headers(trace.get_current_span())
         assert name == b"traceparent"
         told.append((trace_id, value.decode()))
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
+        await send({"type": "http.response.start", "status": 503, "headers": []})  # bodies pass no middleware
+        scope[ANSWERED] = "/generate", 503, "k1"
 
     async def nothing(*_: Any) -> None: ...
 
     scope = {
         "type": "http", "method": "POST", "path": "/generate", "query_string": b"", "scheme": "http", "http_version": "1.1",
         "headers": [(b"traceparent", parent.encode())] if parent else [], "server": ("127.0.0.1", 80),
+        "endpoint": app,
     }  # fmt: skip
     await made.instrument(app)(scope, nothing, nothing)
     ((trace_id, header),) = told
@@ -233,21 +235,27 @@ async def test_the_sampler_decides_once_for_router_and_engines(sampler: Any, par
     assert [f"{s.context.trace_id:032x}" for s in exporter.get_finished_spans() if s.context] == (
         [trace_id] if sampler is ALWAYS_ON else []
     )
+    for span in exporter.get_finished_spans():
+        found = span.attributes or {}
+        assert (span.name, span.status.status_code) == ("POST /generate", trace.StatusCode.ERROR)
+        assert (found["http.route"], found["http.response.status_code"]) == ("/generate", 503)
+        assert found["qarr.key.id"] == "k1"
 
 
-def replica() -> Replica:
-    spec = TierSpec(FAST, 2048, 16, 32, urls=("https://engine.example",), digest="d")
-    return Replica("fast-0", spec, "https://engine.example", "", "m")
+def attempt(number: int) -> Hop:
+    return Hop("chat", "m", "https://engine.example", 0.0, tier=FAST, replica="fast-0", number=number)
 
 
 def test_an_attempt_has_its_own_span_and_engines_continue_it() -> None:
     """Under GenAI's names, with the default port of its address."""
     made, exporter, provider = telemetry()
-    with server_span(provider):
-        attempt = made.start_attempt(FAST, replica(), Asked(), 2)
-        span = attempt.span
-        headers = dict(made.context_headers(span))
-        attempt.end({}, None)
+    with request_span(provider):
+        hop = attempt(2)
+        made.start(hop, Asked())
+        span, headers = hop.span, dict(hop.headers)
+        assert span is not None
+        end_span(hop, span, None)
+        assert hop.span is None
     (name,) = [s.name for s in exporter.get_finished_spans() if s.name.startswith("chat")]
     found = attributes(exporter, name)
     assert (found["gen_ai.operation.name"], found["gen_ai.request.temperature"]) == ("chat", 0.5)
@@ -261,9 +269,12 @@ def test_an_attempt_has_its_own_span_and_engines_continue_it() -> None:
 def test_an_attempt_after_the_server_span_has_ended_is_still_traced() -> None:
     """A resumable stream goes on without its caller, and another engine may continue it then."""
     made, exporter, provider = telemetry()
-    with server_span(provider) as root:
+    with request_span(provider) as root:
         root.end()
-        made.start_attempt(FAST, replica(), Asked(), 1).end({}, None)
+        hop = attempt(1)
+        made.start(hop, Asked())
+        assert hop.span is not None
+        end_span(hop, hop.span, None)
     assert exporter.get_finished_spans()[0].name == "POST"
     assert len(exporter.get_finished_spans()) == 2
 
@@ -276,8 +287,8 @@ def test_prompts_are_on_spans_only_where_that_is_switched_on() -> None:
     """A lone surrogate, which JSON can hold and OTLP cannot, is replaced; the record that is kept has it no more."""
     for prompts, expected in ((False, None), (True, "a?b")):
         made, exporter, provider = telemetry(prompts=prompts)
-        with server_span(provider):
-            assert made.wants_prompt is prompts
+        with request_span(provider):
+            assert made.record_prompts is prompts
             kept = ended("a\udc80b" if prompts else "")
             made.record_outcome(kept)
         found = attributes(exporter, "classify")
@@ -292,7 +303,7 @@ def test_a_decision_is_told_with_its_bounds_and_every_tiers_report() -> None:
     """What is not known is left out: a span has no null."""
     made, exporter, provider = telemetry()
     decision = decide(query(hint=FAST, sla=Sla(tpot_ms=1000)), fleet(), TABLE)
-    with server_span(provider):
+    with request_span(provider):
         made.record_outcome(ended(decision=decision))
     found = attributes(exporter, "POST")
     assert (found["qarr.tier"], found["qarr.hint"], found["qarr.sla.tpot_ms"]) == ("fast", "fast", 1000)
@@ -307,15 +318,15 @@ def test_a_decision_is_told_with_what_it_expects() -> None:
     """Loss and cost are those of the chosen tier."""
     made, exporter, provider = telemetry()
     decision = decide(query(), fleet(speeds=MEASURED), SCARCE)
-    with server_span(provider):
+    with request_span(provider):
         made.record_outcome(record(decision=decision, journey=Journey(1.0, 1.0, 1.001, 1.002)))
-    found, chosen = attributes(exporter, "POST"), verdict(decision, FAST)
-    assert (found["qarr.loss.expected"], found["qarr.cost"]) == (0.08, chosen.cost)
+    found, chosen = attributes(exporter, "POST"), decision.estimate(FAST)
+    assert (found["qarr.loss.expected"], found["qarr.cost"]) == (0.08, chosen.rounded_cost)
 
 
 def test_a_refusal_has_no_tier() -> None:
     made, exporter, provider = telemetry()
-    with server_span(provider):
+    with request_span(provider):
         refused = decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaStatus.FAILED)), TABLE)
         made.record_outcome(ended(decision=refused, outcome=Outcome.REFUSED))
     found = attributes(exporter, "POST")
@@ -326,7 +337,7 @@ def test_a_refusal_has_no_tier() -> None:
 def test_a_live_check_is_a_trace_of_its_own() -> None:
     """Not a part of whatever request happens to be current."""
     made, exporter, provider = telemetry()
-    with server_span(provider) as root:
+    with request_span(provider) as root:
         with made.live_check(PromptClass.CHAT, FAST) as span:
             made.record_live_check(span, 0.25, same=False)
         assert trace.get_current_span() is root
@@ -337,20 +348,12 @@ def test_a_live_check_is_a_trace_of_its_own() -> None:
     }  # fmt: skip
 
 
-def test_the_callers_key_is_on_the_server_span() -> None:
-    for key in ("k1", ""):
-        made, exporter, provider = telemetry()
-        with server_span(provider):
-            made.record_caller(key)
-        assert attributes(exporter, "POST").get("qarr.key.id") == (key or None)
-
-
 def test_shutting_down_exports_what_is_left() -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     made = Telemetry(provider)
-    with server_span(provider):
+    with request_span(provider):
         pass
     made.shutdown()
     assert [span.name for span in exporter.get_finished_spans()] == ["POST"]

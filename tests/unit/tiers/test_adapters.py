@@ -74,11 +74,11 @@ async def test_what_an_engine_lost_in_a_restart_is_loaded_again(tmp_path: Path) 
         engine, (replica,) = stack.engines[FAST], [r for r in stack.fleet.replicas if r.spec.name is FAST]
         engine.alive = False
         async with asyncio.timeout(30):
-            while replica.state is ReplicaStatus.READY:
+            while replica.state.status is ReplicaStatus.READY:
                 await asyncio.sleep(0.01)
             engine.adapters.clear()
             engine.alive = True
-            while replica.state is not ReplicaStatus.READY:
+            while replica.state.status is not ReplicaStatus.READY:
                 await asyncio.sleep(0.01)
         assert engine.adapters == {"support": "/x"}
         assert stack.fleet.spec(FAST).adapters == ("support",)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tiers.choice import Request, candidate
 from tiers.fleet import Fleet, Lease
 from tiers.prefix_memory import BLOCK_BYTES, Part, Prefix
 from tiers.replica import Replica
@@ -14,7 +15,7 @@ from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import SpeedModel
 
 if TYPE_CHECKING:
-    from tiers.snapshot import ReplicaSnapshot
+    from tiers.snapshot import ReplicaState
 
 FAST = TierName.FAST
 SPEED = SpeedModel(20.0, 1.0, 10.0, 1.0, profiled=True)
@@ -24,7 +25,7 @@ def make_fleet(replicas: int = 2, speed: SpeedModel | None = None) -> Fleet:
     spec = TierSpec(FAST, 8192, 16, 9)
     fleet = Fleet((spec,))
     for number in range(replicas):
-        replica = Replica(f"fast-{number}", spec, "u", "", "m", state=ReplicaStatus.READY)
+        replica = Replica(f"fast-{number}", spec, "u", "", "m", status=ReplicaStatus.READY)
         if speed is not None:
             replica.measured(speed)
         fleet.add(replica)
@@ -47,14 +48,14 @@ def sent(fleet: Fleet, prefix: Prefix | None, prompt_tokens: int = 0, max_tokens
     return lease
 
 
-def held(fleet: Fleet, prefix: Prefix | None) -> list[int | None]:
-    return [replica.cached_tokens for replica in fleet.snapshot(prefix=prefix).tiers[0].replicas]
+def held(fleet: Fleet, prefix: Prefix | None) -> list[int]:
+    return list(fleet.snapshot(prefix=prefix).tiers[0].cached or ())
 
 
-def next_for(fleet: Fleet, prefix: Prefix) -> ReplicaSnapshot | None:
+def next_for(fleet: Fleet, prefix: Prefix) -> ReplicaState | None:
     snapshot = fleet.snapshot(prefix=prefix)
-    tier = snapshot.tiers[0]
-    return tier.next(tier.ask(int(prefix.ends[-1][1]), 10, 1, snapshot))
+    found = candidate(snapshot.tiers[0], Request(int(prefix.ends[-1][1]), 10), snapshot)
+    return found.replica if found.free else None
 
 
 @pytest.mark.parametrize("speed", [None, SPEED], ids=["tokens", "times"])
@@ -80,11 +81,11 @@ def test_only_what_is_left_to_compute_counts() -> None:
     second = sent(fleet, chat(4))
     assert second.predicted is not None
     assert second.predicted.ttft_ms == pytest.approx(20 + 20)
-    assert (replica.prompt_tokens, replica.kv_tokens_held) == (20, 532 + 10)
+    assert (replica.state.prompt_tokens, replica.state.kv.held) == (20, 532 + 10)
     second.first_token()
-    assert replica.prompt_tokens == 0
+    assert replica.state.prompt_tokens == 0
     second.release()
-    assert (replica.prompt_tokens, replica.output_tokens, replica.kv_tokens_held) == (0, 0, 0)
+    assert (replica.state.prompt_tokens, replica.output_tokens, replica.state.kv.held) == (0, 0, 0)
 
 
 def test_whole_blocks_of_the_engine_count_and_never_the_whole_prompt() -> None:
@@ -160,7 +161,7 @@ def test_a_cached_prompt_does_not_teach_that_prefill_is_fast() -> None:
             lease.first_token(50.0)
             lease.finished(5.0, 4, reported)
         fleet.replicas[0].prefixes.forget(chat(5).blocks[8:])
-        assert fleet.replicas[0].seen[-1].prompt_tokens == learned
+        assert fleet.replicas[0].answers.last[-1].prompt_tokens == learned
 
 
 def test_a_session_without_a_memory_finds_its_replica_again() -> None:

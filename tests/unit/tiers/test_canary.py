@@ -75,7 +75,7 @@ async def test_the_first_start_records_and_the_next_one_compares(
     async with own_engines(tmp_path, monkeypatch, canary=canary):
         assert read_golden(canary.path) == (record,)
     async with own_engines(tmp_path, monkeypatch, ready=False, behaviour={"first_id": 5}, canary=canary) as own:
-        detail = own.first.detail or ""
+        detail = own.first.state.detail or ""
         assert "0% of the tokens agree up to the first divergence, 50% must" in detail
         assert "qarr tiers record fast" in detail
         assert ReplicaStatus.READY not in {state for _, state, _ in own.seen}
@@ -89,10 +89,10 @@ async def test_a_refused_engine_is_not_tried_again(tmp_path: Path, monkeypatch: 
     """A wrong checkpoint does not become right by starting it again, even where the engine was ready before."""
     async with own_engines(tmp_path, monkeypatch, canary=Canary(tmp_path / "canary.json", "machine")) as own:
         own.next_starts(first_id=5)
-        assert own.first.pid is not None
-        os.kill(own.first.pid, signal.SIGKILL)
-        await until(lambda: own.first.state is ReplicaStatus.FAILED)
-        assert "its greedy answers are not those of" in (own.first.detail or "")
+        assert own.first.state.pid is not None
+        os.kill(own.first.state.pid, signal.SIGKILL)
+        await until(lambda: own.first.state.status is ReplicaStatus.FAILED)
+        assert "its greedy answers are not those of" in (own.first.state.detail or "")
         assert len([detail for detail in own.details(ReplicaStatus.STARTING) if "; in " in detail]) == 1
 
 
@@ -106,7 +106,7 @@ async def test_a_refused_engine_never_replaces_a_good_one(tmp_path: Path, monkey
         await until(lambda: operation.state != "running")
         assert operation.state == "failed"
         assert "its greedy answers are not those of" in operation.detail
-        assert [(r.id, r.state) for r in own.fleet.replicas] == [("fast-0", ReplicaStatus.READY)]
+        assert [(r.id, r.state.status) for r in own.fleet.replicas] == [("fast-0", ReplicaStatus.READY)]
 
 
 @pytest.mark.anyio

@@ -2,53 +2,76 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiers.choice import HOME_SHARE, Ask, Candidate, preferred
-from tiers.speed import IDLE, Load, SpeedModel
+from tiers.choice import HOME_SHARE, Request, choose
+from tiers.snapshot import ReplicaState, TierSnapshot, Trends
+from tiers.spec import ReplicaStatus, TierName, TierSpec
+from tiers.speed import Load, SpeedModel, Trend
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SPEED = SpeedModel(20.0, 1.0, 10.0, 1.0, profiled=True)
-ASK = Ask(1000, 100, 1, long=False, max_num_seqs=16)
+REQUEST = Request(1000, 100)
 
 
-def one(
-    position: int, tokens: int = 0, sequences: int = 0, *, cached: int = 0, home: bool = False, **more: Any
-) -> Candidate:
-    """Return a replica with a load, of unknown speed if none is given."""
-    load, trends = more.get("load", IDLE), more.get("trends", (0.0, 0.0))
-    return Candidate(position, tokens, sequences, cached, home, more.get("speed"), load, trends)
+class Replica(NamedTuple):
+    """A replica with a load, of unknown speed if none is given; ``trends`` are means, of TTFT and TPOT."""
+
+    tokens: int = 0
+    sequences: int = 0
+    cached: int = 0
+    home: bool = False
+    speed: SpeedModel | None = None
+    trends: tuple[float, float] = (0.0, 0.0)
+
+
+def preferred(replicas: Sequence[Replica]) -> int:
+    """Return the position of the one that takes the request."""
+    states = [
+        ReplicaState(
+            "", "", status=ReplicaStatus.READY, load=Load(each.sequences, output_tokens=each.tokens), speed=each.speed,
+            trends=Trends(*(Trend(mean, 0.0, 0.0) for mean in each.trends)),
+        )
+        for each in replicas
+    ]  # fmt: skip
+    cached, home = tuple(r.cached for r in replicas), next((n for n, r in enumerate(replicas) if r.home), -1)
+    outputs = tuple(r.tokens for r in replicas)
+    tier = TierSnapshot(TierSpec(TierName.FAST, 9999, 16, 32), tuple(states), outputs, None, cached, home)
+    return choose(tier, REQUEST, None)
 
 
 def test_without_a_known_speed_a_cache_outweighs_as_many_tokens_as_it_saves() -> None:
     """One more, and the request goes to the replica that is free."""
     for waiting, found in ((639, 0), (640, 1), (641, 1)):
-        assert preferred([one(0, waiting, 1, cached=640), one(1)], ASK) == found
+        assert preferred([Replica(waiting, 1, 640), Replica()]) == found
 
 
 def test_a_replica_that_is_slower_than_predicted_loses_its_chats() -> None:
     """So a speed that is wrong about load sends no more to a replica than it can do."""
     for trends, found in (((0.0, 0.0), 0), ((0.0, 1.0), 1), ((2.0, 0.0), 1)):
-        warm = one(0, 0, 1, cached=640, speed=SPEED, load=Load(1), trends=trends)
-        assert preferred([warm, one(1, speed=SPEED)], ASK) == found
+        warm = Replica(0, 1, 640, speed=SPEED, trends=trends)
+        assert preferred([warm, Replica(speed=SPEED)]) == found
 
 
 def test_one_speed_that_is_not_known_under_load_makes_all_count_tokens() -> None:
     """Times of one kind are not compared with tokens of another."""
     idle = SpeedModel(20.0, 1.0, 10.0)
     for speed in (None, idle):
-        assert preferred([one(0, 700, 1, cached=640, speed=SPEED), one(1, speed=speed)], ASK) == 1
+        assert preferred([Replica(700, 1, 640, speed=SPEED), Replica(speed=speed)]) == 1
 
 
 def test_a_session_counts_only_where_caches_tell_nothing() -> None:
     """Its own replica is taken for one that holds half of the rest; a replica that is known to hold more is preferred."""
-    share = int(HOME_SHARE * ASK.prompt_tokens)
+    share = int(HOME_SHARE * REQUEST.prompt_tokens)
     for waiting, found in ((share - 1, 1), (share + 1, 0)):
-        assert preferred([one(0), one(1, waiting, 1, home=True)], ASK) == found
-    assert preferred([one(0, cached=128), one(1, cached=128, home=True)], ASK) == 1
-    assert preferred([one(0, cached=128), one(1, home=True)], ASK) == 0
+        assert preferred([Replica(), Replica(waiting, 1, home=True)]) == found
+    assert preferred([Replica(cached=128), Replica(cached=128, home=True)]) == 1
+    assert preferred([Replica(cached=128), Replica(home=True)]) == 0
 
 
 @given(
@@ -58,11 +81,8 @@ def test_a_session_counts_only_where_caches_tell_nothing() -> None:
 def test_no_replica_is_better_in_every_respect(replicas: list[tuple[int, int, int]], known: bool) -> None:  # noqa: FBT001
     """Whatever the loads: none of the others has less of a load and more of the prompt than the one that is taken."""
     speed = SPEED if known else None
-    candidates = [
-        one(n, tokens, sequences, cached=cached, speed=speed, load=Load(sequences, output_tokens=tokens))
-        for n, (tokens, sequences, cached) in enumerate(replicas)
-    ]
-    taken = candidates[preferred(candidates, ASK)]
+    candidates = [Replica(*each, speed=speed) for each in replicas]
+    taken = candidates[preferred(candidates)]
     for other in candidates:
         better = other.tokens < taken.tokens and other.sequences < taken.sequences and other.cached > taken.cached
         assert not better
@@ -71,5 +91,5 @@ def test_no_replica_is_better_in_every_respect(replicas: list[tuple[int, int, in
 @given(st.integers(0, 5000), st.integers(0, 5000), st.integers(0, 1000))
 def test_affinity_beats_a_free_replica_by_no_more_than_it_saves(busy: int, free: int, cached: int) -> None:
     """In tokens: the load that is taken on is at most the prefill that is saved."""
-    taken = preferred([one(0, busy, 1, cached=cached), one(1, free, 1)], ASK)
+    taken = preferred([Replica(busy, 1, cached), Replica(free, 1)])
     assert taken == 1 or busy - free <= cached

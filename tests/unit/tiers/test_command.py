@@ -48,14 +48,13 @@ def test_gpu_engine_gets_its_share() -> None:
     assert engine_environment(placed, {})["CUDA_VISIBLE_DEVICES"] == "1"
 
 
-def test_several_gpus_a_draft_and_the_size_of_a_step() -> None:
+def test_several_gpus_and_a_draft() -> None:
     """Each is an argument of vLLM's only where it is asked for."""
-    fields = {"tensor_parallel": 2, "pipeline_parallel": 3, "max_num_batched_tokens": 512}
+    fields = {"tensor_parallel": 2, "pipeline_parallel": 3}
     argv = engine_argv(launch(tier=replace(SPEC, **fields, draft=Draft("fast", 3, Path("/models/d")))))
     assert IN_PROCESS not in argv
     assert argv[argv.index("--tensor-parallel-size") + 1] == "2"
     assert argv[argv.index("--pipeline-parallel-size") + 1] == "3"
-    assert argv[argv.index("--max-num-batched-tokens") + 1] == "512"
     assert json.loads(argv[argv.index("--speculative-config") + 1]) == {
         "method": "draft_model", "model": "/models/d", "num_speculative_tokens": 3,
     }  # fmt: skip

@@ -46,7 +46,7 @@ def write(path: Path, named: Any) -> None:
 
 
 def states(supervisor: Supervisor) -> list[str]:
-    return [tier.state.value for tier in supervisor.fleet.snapshot().tiers]
+    return [tier.status.value for tier in supervisor.fleet.snapshot().tiers]
 
 
 def reasons(supervisor: Supervisor) -> list[str]:

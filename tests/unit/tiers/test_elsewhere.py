@@ -16,6 +16,7 @@ from tiers.fleet import Fleet
 from tiers.lifecycle.canary import Canary, read_golden
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
 from tiers.lifecycle.watchdog import WatchdogOptions, Wear
+from tiers.snapshot import Trends
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import SpeedModel
 
@@ -49,7 +50,7 @@ async def elsewhere(
         supervisor.start([], fleet.specs)
         try:
             wanted = len(behaviours) if ready is None else ready
-            await until(lambda: sum(r.state is ReplicaStatus.READY for r in fleet.replicas) >= wanted)
+            await until(lambda: sum(r.state.status is ReplicaStatus.READY for r in fleet.replicas) >= wanted)
             yield supervisor
         finally:
             await supervisor.stop()
@@ -82,7 +83,7 @@ async def test_an_engine_that_cannot_say_differs_from_one_that_can(
         assert watched.fleet.spec(FAST).precision == "awq-int4"
         assert "differ" not in caplog.text
         late.alive = True
-        await until(lambda: watched.fleet.replicas[1].state is ReplicaStatus.READY)
+        await until(lambda: watched.fleet.replicas[1].state.status is ReplicaStatus.READY)
         assert "the replicas of tier fast differ in precision: awq-int4, unknown" in caplog.text
 
 
@@ -102,9 +103,9 @@ async def test_an_engine_that_was_replaced_is_asked_again(tmp_path: Path) -> Non
     async with elsewhere(tmp_path, behaviour) as watched:
         (replica,) = watched.fleet.replicas
         behaviour.alive = False
-        await until(lambda: replica.state is ReplicaStatus.UNREACHABLE)
+        await until(lambda: replica.state.status is ReplicaStatus.UNREACHABLE)
         behaviour.root, behaviour.alive = "made/precise", True
-        await until(lambda: replica.state is ReplicaStatus.READY)
+        await until(lambda: replica.state.status is ReplicaStatus.READY)
         assert watched.fleet.spec(FAST).precision == replica.spec.precision == "bf16"
 
 
@@ -117,7 +118,7 @@ async def test_an_engine_that_serves_something_else_is_checked_again(
     async with elsewhere(tmp_path, behaviour) as watched:
         (replica,) = watched.fleet.replicas
         behaviour.root = "made/precise"
-        await until(lambda: replica.spec.precision == "bf16" and replica.state is ReplicaStatus.READY)
+        await until(lambda: replica.spec.precision == "bf16" and replica.state.status is ReplicaStatus.READY)
 
 
 def canary_of(tmp_path: Path) -> Canary:
@@ -128,7 +129,7 @@ async def replaced(watched: Supervisor, behaviour: Behaviour, **fields: Any) -> 
     """Stop an engine where it runs, and start it again so that it behaves differently; return its replica."""
     replica = watched.fleet.replicas[0]
     behaviour.alive = False
-    await until(lambda: replica.state is ReplicaStatus.UNREACHABLE)
+    await until(lambda: replica.state.status is ReplicaStatus.UNREACHABLE)
     for name, value in fields.items():
         setattr(behaviour, name, value)
     behaviour.alive = True
@@ -156,17 +157,17 @@ async def test_an_engine_that_answers_otherwise_is_quarantined(tmp_path: Path) -
     behaviour = Behaviour()
     async with elsewhere(tmp_path, behaviour, canary=canary_of(tmp_path)) as watched:
         replica = await replaced(watched, behaviour, first_id=5)
-        await until(lambda: replica.state is QUARANTINED)
-        detail = replica.detail or ""
+        await until(lambda: replica.state.status is QUARANTINED)
+        detail = replica.state.detail or ""
         assert "its greedy answers are not those of" in detail
         assert "If the answers are meant to differ, record them anew: qarr tiers record fast. " in detail
         assert "'qarr tiers resume fast-0' checks it again, and so does a restart where it runs" in detail
         assert watched.fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
-        assert watched.fleet.snapshot().tier(FAST).state is QUARANTINED
+        assert watched.fleet.snapshot().tier(FAST).status is QUARANTINED
         asked = len(behaviour.requests)
         for _ in range(5):
             await asyncio.sleep(0.02)
-        assert (replica.state, len(behaviour.requests)) == (QUARANTINED, asked)
+        assert (replica.state.status, len(behaviour.requests)) == (QUARANTINED, asked)
 
 
 async def test_a_quarantined_engine_that_is_mended_and_started_again_serves(tmp_path: Path) -> None:
@@ -174,10 +175,10 @@ async def test_a_quarantined_engine_that_is_mended_and_started_again_serves(tmp_
     behaviour = Behaviour()
     async with elsewhere(tmp_path, behaviour, canary=canary_of(tmp_path)) as watched:
         replica = await replaced(watched, behaviour, first_id=5)
-        await until(lambda: replica.state is QUARANTINED)
+        await until(lambda: replica.state.status is QUARANTINED)
         await replaced(watched, behaviour, first_id=0)
-        await until(lambda: replica.state is ReplicaStatus.READY)
-        assert replica.detail is None
+        await until(lambda: replica.state.status is ReplicaStatus.READY)
+        assert replica.state.detail is None
 
 
 async def test_resume_compares_a_quarantined_engine_first(tmp_path: Path) -> None:
@@ -185,13 +186,13 @@ async def test_resume_compares_a_quarantined_engine_first(tmp_path: Path) -> Non
     behaviour = Behaviour()
     async with elsewhere(tmp_path, behaviour, canary=canary_of(tmp_path)) as watched:
         replica = await replaced(watched, behaviour, first_id=5)
-        await until(lambda: replica.state is QUARANTINED)
+        await until(lambda: replica.state.status is QUARANTINED)
         refused = await operated(watched, "resume")
-        assert (refused.state, replica.state) == ("failed", QUARANTINED)
+        assert (refused.state, replica.state.status) == ("failed", QUARANTINED)
         assert "fast-0 did not become ready: its greedy answers are not those of" in refused.detail
         behaviour.first_id = 0
         done = await operated(watched, "resume")
-        assert (done.state, done.detail, replica.state) == ("done", "is ready", ReplicaStatus.READY)
+        assert (done.state, done.detail, replica.state.status) == ("done", "is ready", ReplicaStatus.READY)
 
 
 async def test_weights_that_were_changed_on_purpose_are_recorded_anew(tmp_path: Path) -> None:
@@ -199,12 +200,12 @@ async def test_weights_that_were_changed_on_purpose_are_recorded_anew(tmp_path: 
     behaviour, canary = Behaviour(), canary_of(tmp_path)
     async with elsewhere(tmp_path, behaviour, canary=canary) as watched:
         replica = await replaced(watched, behaviour, first_id=5)
-        await until(lambda: replica.state is QUARANTINED)
+        await until(lambda: replica.state.status is QUARANTINED)
         assert canary.forget(FAST) == 1
         assert (await operated(watched, "resume")).state == "done"
         assert [record.tokens[0][0] for record in read_golden(canary.path)] == [5]
         await replaced(watched, behaviour, first_id=0)
-        await until(lambda: replica.state is QUARANTINED)
+        await until(lambda: replica.state.status is QUARANTINED)
 
 
 async def test_a_drained_engine_is_compared_too_and_stays_drained(tmp_path: Path) -> None:
@@ -213,11 +214,11 @@ async def test_a_drained_engine_is_compared_too_and_stays_drained(tmp_path: Path
     async with elsewhere(tmp_path, behaviour, canary=canary_of(tmp_path)) as watched:
         await operated(watched, "drain")
         replica = await replaced(watched, behaviour, first_id=5)
-        await until(lambda: replica.state is QUARANTINED)
+        await until(lambda: replica.state.status is QUARANTINED)
         await replaced(watched, behaviour, first_id=0)
-        await until(lambda: replica.state is ReplicaStatus.DRAINING)
+        await until(lambda: replica.state.status is ReplicaStatus.DRAINING)
         await replaced(watched, behaviour, first_id=5)
-        await until(lambda: replica.state is QUARANTINED)
+        await until(lambda: replica.state.status is QUARANTINED)
         behaviour.first_id = 0
         assert (await operated(watched, "resume")).detail == "is ready"
 
@@ -243,9 +244,9 @@ async def test_an_engine_elsewhere_that_hangs_is_quarantined(tmp_path: Path, mon
         behaviour.stall_after = 0
         lease = watched.fleet.lease(FAST, prompt_tokens=5, max_tokens=5)
         assert lease is not None
-        await until(lambda: replica.state is QUARANTINED)
+        await until(lambda: replica.state.status is QUARANTINED)
         lease.release()
-        assert "hung: 1 requests, no token for 0.2 s. 'qarr tiers resume fast-0'" in (replica.detail or "")
+        assert "hung: 1 requests, no token for 0.2 s. 'qarr tiers resume fast-0'" in (replica.state.detail or "")
         behaviour.stall_after = None
         assert (await operated(watched, "resume")).detail == "is ready"
 
@@ -269,15 +270,16 @@ async def test_an_engine_that_computes_for_others_does_not_hang(
         for _ in range(75):
             behaviour.tokens += 1
             await asyncio.sleep(0.02)
-        assert (asked, replica.state) == ([], ReplicaStatus.READY)
-        await until(lambda: replica.state is QUARANTINED)
+        assert (asked, replica.state.status) == ([], ReplicaStatus.READY)
+        await until(lambda: replica.state.status is QUARANTINED)
         lease.release()
 
 
 def slow_down(replica: Replica) -> None:
     """Let a replica's answers take eight times what is predicted."""
     for _ in range(10):
-        replica.tpot_trend = replica.tpot_trend.after(10, 80, time.monotonic(), 0.3)
+        trends = replica.state.trends
+        replica.update(trends=Trends(trends.ttft, trends.tpot.after(10, 80, time.monotonic(), 0.3)))
 
 
 SLOW = WatchdogOptions(slow_factor=3, slow_s=0.2)
@@ -286,11 +288,11 @@ SLOW = WatchdogOptions(slow_factor=3, slow_s=0.2)
 async def test_a_slow_engine_elsewhere_is_quarantined_if_its_tier_has_another(tmp_path: Path) -> None:
     async with elsewhere(tmp_path, Behaviour(), Behaviour(), watchdog=SLOW) as watched:
         slow, other = watched.fleet.replicas
-        await until(lambda: slow.speed is not None and other.speed is not None)
+        await until(lambda: slow.state.speed is not None and other.state.speed is not None)
         slow_down(slow)
-        await until(lambda: slow.state is QUARANTINED)
-        assert "too slow: answers take " in (slow.detail or "")
-        assert other.state is ReplicaStatus.READY
+        await until(lambda: slow.state.status is QUARANTINED)
+        assert "too slow: answers take " in (slow.state.detail or "")
+        assert other.state.status is ReplicaStatus.READY
 
 
 async def test_the_last_engine_of_a_tier_serves_on_however_slow(
@@ -300,12 +302,12 @@ async def test_the_last_engine_of_a_tier_serves_on_however_slow(
     caplog.set_level(logging.WARNING, "qarr.tiers")
     async with elsewhere(tmp_path, Behaviour(), watchdog=SLOW) as watched:
         (only,) = watched.fleet.replicas
-        await until(lambda: only.speed is not None)
+        await until(lambda: only.state.speed is not None)
         slow_down(only)
         await until(lambda: "fast-0 serves on, as the last ready one of its tier" in caplog.text)
         for _ in range(10):
             await asyncio.sleep(0.02)
-        assert only.state is ReplicaStatus.READY
+        assert only.state.status is ReplicaStatus.READY
         assert caplog.text.count("serves on") == 1
 
 
@@ -326,7 +328,7 @@ async def test_the_speed_of_an_engine_that_others_use_is_not_measured(tmp_path: 
     behaviour = Behaviour()
     async with elsewhere(tmp_path, behaviour) as watched:
         (replica,) = watched.fleet.replicas
-        await until(lambda: replica.speed is not None)
+        await until(lambda: replica.state.speed is not None)
         assert await watched._idle_speed.measure(replica) is not None
         before = behaviour.measurements
         if used == "now":
@@ -348,5 +350,5 @@ async def test_an_engine_elsewhere_that_is_much_slower_than_its_profile_is_quara
     async with elsewhere(tmp_path, behaviour, canary=canary) as watched:
         watched.fleet.speeds = {FAST: SpeedModel(10.0, 0.1, 10.0, profiled=True)}
         replica = await replaced(watched, behaviour, delay_s=0.1)
-        await until(lambda: replica.state is QUARANTINED)
-        assert "times the profile's 10.0 ms" in (replica.detail or "")
+        await until(lambda: replica.state.status is QUARANTINED)
+        assert "times the profile's 10.0 ms" in (replica.state.detail or "")

@@ -31,9 +31,9 @@ def test_a_start_forgets_what_was_true_of_the_process_before(engine: Engine) -> 
 
 def test_an_end_tells_for_how_long_it_was_ready(engine: Engine) -> None:
     """Never ready is no time at all; the process id is gone with the process."""
-    engine.replica.pid = 7
+    engine.replica.update(pid=7)
     assert engine.ended() == 0.0
-    assert engine.replica.pid is None
+    assert engine.replica.state.pid is None
     engine.ready_at = time.monotonic() - 100
     assert engine.ended() >= 100
     assert engine.ready_at is None

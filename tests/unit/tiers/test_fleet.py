@@ -12,16 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiers.breaker import BreakerState
+from tiers.choice import Expectation, Request, candidate, expect, takes
 from tiers.fleet import Demand, Fleet, Lease
 from tiers.replica import FOREIGN_POLLS, PeerLoad, Replica, Share
-from tiers.snapshot import Gauges, Moment, TemplateTokens, fits, has_slots
-from tiers.spec import ReplicaStatus, TierName, TierSpec
-from tiers.speed import ALWAYS_MS, HALF_LIFE_S, PREFILL_MEMORY_MS, Seen, SpeedModel, Trend
+from tiers.snapshot import FleetLoad, Gauges, KvCache, ReplicaState, load_of
+from tiers.spec import ReplicaStatus, TemplateTokens, TierName, TierSpec
+from tiers.speed import ALWAYS_MS, HALF_LIFE_S, PREFILL_MEMORY_MS, AnswerSample, Load, SpeedModel, Trend
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-
-    from tiers.snapshot import ReplicaSnapshot
 
 FAST = TierName.FAST
 
@@ -30,7 +29,7 @@ def make_fleet(replicas: int = 2, slots: int = 2) -> Fleet:
     spec = TierSpec(FAST, 2048, 16, slots)
     fleet = Fleet((spec,))
     for number in range(replicas):
-        fleet.add(Replica(f"fast-{number}", spec, "u", "", "m", state=ReplicaStatus.READY))
+        fleet.add(Replica(f"fast-{number}", spec, "u", "", "m", status=ReplicaStatus.READY))
     return fleet
 
 
@@ -52,7 +51,7 @@ def test_places_are_bounded_and_come_back() -> None:
     assert first is not None
     first.release()
     first.release()
-    assert fleet.replicas[0].in_flight == 1
+    assert fleet.replicas[0].state.in_flight == 1
     assert fleet.lease(FAST, prompt_tokens=5, max_tokens=7) is not None
 
 
@@ -67,7 +66,7 @@ def test_counters_return_to_zero_on_every_path() -> None:
             lease.produced(produced)
             raise RuntimeError
     replica = fleet.replicas[0]
-    assert (replica.in_flight, replica.prompt_tokens, replica.output_tokens) == (0, 0, 0)
+    assert (replica.state.in_flight, replica.state.prompt_tokens, replica.output_tokens) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("state", [s for s in ReplicaStatus if s is not ReplicaStatus.READY])
@@ -75,7 +74,7 @@ def test_only_ready_replicas_are_leased(state: ReplicaStatus) -> None:
     fleet = make_fleet(replicas=1)
     fleet.replicas[0].mark(state)
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
-    assert fleet.snapshot().tier(FAST).state is state
+    assert fleet.snapshot().tier(FAST).status is state
 
 
 def test_tried_replicas_are_left_out() -> None:
@@ -95,6 +94,18 @@ def test_snapshots_do_not_change() -> None:
     assert fleet.snapshot().tiers[0].replicas[0].in_flight == 1
 
 
+def loads(fleet: Fleet) -> list[Load]:
+    snapshot = fleet.snapshot()
+    tier = snapshot.tiers[0]
+    return [load_of(r, left, snapshot.load) for r, left in zip(tier.replicas, tier.output_tokens, strict=True)]
+
+
+def expected(fleet: Fleet, position: int, prompt_tokens: int, output_tokens: int = 0) -> Expectation:
+    snapshot, speed = fleet.snapshot(), fleet.replicas[position].state.speed
+    assert speed is not None
+    return expect(snapshot.tiers[0], position, speed, Request(prompt_tokens, output_tokens), snapshot.load)
+
+
 def _profiled(step: float = 10.0) -> SpeedModel:
     return SpeedModel(100, 1, step, 1, profiled=True, ttft_spread=0.1, tpot_spread=0.1)
 
@@ -104,7 +115,7 @@ def test_predictions_follow_what_is_seen() -> None:
     fleet = make_fleet(replicas=1)
     replica = fleet.replicas[0]
     replica.measured(_profiled())
-    before = fleet.snapshot().tiers[0].replicas[0].expect(100, 16, 1.0)
+    before = expected(fleet, 0, 100)
     for _ in range(3):
         lease = fleet.lease(FAST, prompt_tokens=100, max_tokens=10)
         assert lease is not None
@@ -112,7 +123,7 @@ def test_predictions_follow_what_is_seen() -> None:
         lease.first_token(2 * lease.predicted.ttft_ms)
         lease.finished(2 * lease.predicted.tpot_ms, 5)
         lease.release()
-    after = fleet.snapshot().tiers[0].replicas[0].expect(100, 16, 1.0)
+    after = expected(fleet, 0, 100)
     assert before is not None
     assert after is not None
     assert before.ttft_ms * 1.3 < after.ttft_ms < before.ttft_ms * 2
@@ -145,18 +156,18 @@ def test_requests_of_others_count_once_the_gauges_insist() -> None:
     fleet = make_fleet(replicas=1)
     replica = fleet.replicas[0]
     for reading in range(FOREIGN_POLLS):
-        assert replica.sequences == 0
+        assert replica.state.load.sequences == 0
         replica.note_gauges(Gauges(running=3 if reading else 9, waiting=1, kv_cache_usage=0.1))
-    assert fleet.snapshot().tiers[0].replicas[0].load.sequences == 4
+    assert loads(fleet)[0].sequences == 4
     replica.note_gauges(Gauges(0, 0, 0.0))
-    assert replica.sequences == 0
+    assert replica.state.load.sequences == 0
 
 
 def test_neighbours_are_the_other_busy_replicas() -> None:
     """Each replica's load tells what share of the others has requests."""
     fleet = make_fleet(replicas=3)
     fleet.lease(FAST, prompt_tokens=9, max_tokens=9)
-    assert [r.load.neighbours for r in fleet.snapshot().tiers[0].replicas] == [0.0, 0.5, 0.5]
+    assert [load.neighbours for load in loads(fleet)] == [0.0, 0.5, 0.5]
 
 
 def test_a_prompt_counts_less_the_longer_it_has_been_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +179,7 @@ def test_a_prompt_counts_less_the_longer_it_has_been_computed(monkeypatch: pytes
     fleet.replicas[0].measured(_profiled())
 
     def to_compute() -> int:
-        return fleet.snapshot().tiers[0].replicas[0].load.prompt_tokens
+        return loads(fleet)[0].prompt_tokens
 
     first = fleet.lease(FAST, prompt_tokens=300, max_tokens=9)
     now += 0.1
@@ -192,15 +203,15 @@ def test_neighbours_have_a_time_left_where_replicas_share_a_machine(monkeypatch:
     for replica in fleet.replicas:
         replica.measured(_profiled())
     assert fleet.lease(FAST, prompt_tokens=100, max_tokens=10) is not None
-    apart = [r.load.neighbours_left_ms for r in fleet.snapshot().tiers[0].replicas]
+    apart = [load.neighbours_left_ms for load in loads(fleet)]
     assert apart == [ALWAYS_MS] * 3
     for replica in fleet.replicas:
         replica.measured(replace(_profiled(), contention=1.0))
-    busy, *idle = fleet.snapshot().tiers[0].replicas
-    assert busy.load.neighbours_left_ms == ALWAYS_MS
+    busy, *idle = loads(fleet)
+    assert busy.neighbours_left_ms == ALWAYS_MS
     left_ms = 100 + 10 * _profiled().step_ms(1)
-    assert [r.load.neighbours_left_ms for r in idle] == pytest.approx([left_ms] * 2)
-    assert busy.expect(100, 16, 1.0, output_tokens=10) != idle[0].expect(100, 16, 1.0, output_tokens=10)
+    assert [load.neighbours_left_ms for load in idle] == pytest.approx([left_ms] * 2)
+    assert expected(fleet, 0, 100, 10) != expected(fleet, 1, 100, 10)
 
 
 def test_several_sequences_take_their_places_and_tokens() -> None:
@@ -209,14 +220,14 @@ def test_several_sequences_take_their_places_and_tokens() -> None:
     lease = fleet.lease(FAST, prompt_tokens=50, max_tokens=100, sequences=6)
     assert lease is not None
     replica = fleet.replicas[0]
-    assert (replica.in_flight, replica.slots, replica.prompt_tokens) == (1, 6, 50)
-    assert (replica.output_tokens, replica.kv_tokens_held) == (600, 650)
+    assert (replica.state.in_flight, replica.state.slots, replica.state.prompt_tokens) == (1, 6, 50)
+    assert (replica.output_tokens, replica.state.kv.held) == (600, 650)
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=3) is None
     assert taker(fleet, 1, 3, 3) is None
     assert taker(fleet, 1, 2, 2) is not None
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=2) is not None
     lease.release()
-    assert (replica.in_flight, replica.slots, replica.output_tokens, replica.kv_tokens_held) == (1, 2, 2, 3)
+    assert (replica.state.in_flight, replica.state.slots, replica.output_tokens, replica.state.kv.held) == (1, 2, 2, 3)
 
 
 def test_more_sequences_than_places_need_an_idle_replica() -> None:
@@ -230,7 +241,7 @@ def test_more_sequences_than_places_need_an_idle_replica() -> None:
     assert many is not None
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
     many.release()
-    assert fleet.replicas[0].slots == 0
+    assert fleet.replicas[0].state.slots == 0
 
 
 def test_an_engine_that_computes_several_answers_has_no_strangers() -> None:
@@ -239,7 +250,7 @@ def test_an_engine_that_computes_several_answers_has_no_strangers() -> None:
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, sequences=5) is not None
     for _ in range(FOREIGN_POLLS):
         fleet.replicas[0].note_gauges(Gauges(running=5, waiting=0, kv_cache_usage=0.1))
-    assert fleet.replicas[0].sequences == 5
+    assert fleet.replicas[0].state.load.sequences == 5
 
 
 def test_several_sequences_are_predicted_and_teach_nothing() -> None:
@@ -258,8 +269,8 @@ def test_several_sequences_are_predicted_and_teach_nothing() -> None:
     lease.first_token(10 * lease.predicted.ttft_ms)
     lease.finished(10 * lease.predicted.tpot_ms, 80)
     lease.release()
-    assert (replica.ttft_trend.mean, replica.tpot_trend.mean) == (0, 0)
-    assert replica.limit == 16
+    assert (replica.state.trends.ttft.mean, replica.state.trends.tpot.mean) == (0, 0)
+    assert replica.state.limit == 16
 
 
 def test_a_reserved_replica_has_no_place_for_others() -> None:
@@ -287,10 +298,11 @@ def ready(fleet: Fleet) -> Replica:
 
 def taker(
     fleet: Fleet, prompt_tokens: int, output_tokens: int, sequences: int = 1, reserved: Collection[str] = ()
-) -> ReplicaSnapshot | None:
+) -> ReplicaState | None:
     snapshot = fleet.snapshot(reserved)
-    tier = snapshot.tiers[0]
-    return tier.next(tier.ask(prompt_tokens, output_tokens, sequences, snapshot))
+    long = prompt_tokens > snapshot.long_prompt_tokens
+    found = candidate(snapshot.tiers[0], Request(prompt_tokens, output_tokens, sequences, long), snapshot)
+    return found.replica if found.free else None
 
 
 def leased(fleet: Fleet, prompt_tokens: int = 1, max_tokens: int = 1, **more: Any) -> Lease:
@@ -305,7 +317,8 @@ def leased(fleet: Fleet, prompt_tokens: int = 1, max_tokens: int = 1, **more: An
 )
 def test_slots(sequences: int, taken: int, limit: int, *, free: bool) -> None:
     """More sequences than slots need all of them; a limit of none lets nobody in."""
-    assert has_slots(sequences, taken, limit) is free
+    replica = ReplicaState("", "", status=ReplicaStatus.READY, slots=taken, limit=limit)
+    assert takes(replica, Request(1, 1, sequences), 99) is free
 
 
 @pytest.mark.parametrize(
@@ -314,7 +327,8 @@ def test_slots(sequences: int, taken: int, limit: int, *, free: bool) -> None:
     ids=["exactly", "one too many", "alone", "unknown size"],
 )
 def test_the_kv_cache(tokens: int, held: int, size: int, *, fit: bool) -> None:
-    assert fits(tokens, held, size) is fit
+    replica = ReplicaState("", "", status=ReplicaStatus.READY, kv=KvCache(size, held))
+    assert takes(replica, Request(tokens, 0), 99) is fit
 
 
 def test_a_full_kv_cache_takes_no_further_request() -> None:
@@ -326,7 +340,7 @@ def test_a_full_kv_cache_takes_no_further_request() -> None:
     assert fleet.lease(FAST, prompt_tokens=300, max_tokens=101) is None
     assert taker(fleet, 300, 101) is None
     assert taker(fleet, 300, 100) is not None
-    replica.note_others(PeerLoad(1, 0, 0, kv_tokens=100), until=math.inf)
+    replica.note_peers(PeerLoad(1, 0, 0, kv_tokens=100), until=math.inf)
     assert fleet.lease(FAST, prompt_tokens=300, max_tokens=100) is None
     first.release()
     assert leased(fleet, 300, 100)
@@ -348,34 +362,34 @@ def test_kv_pressure_holds_long_prompts_back_until_it_has_fallen_well() -> None:
 def test_a_share_bounds_the_slots_and_leaves_one_when_it_is_over() -> None:
     """Not even nothing, and never more than the replica has."""
     replica = ready(make_fleet(replicas=1, slots=8))
-    assert replica.limit == 8
+    assert replica.state.limit == 8
     for share, limit in (
         (Share(3, math.inf), 3),
         (Share(0, math.inf), 1),
         (Share(99, math.inf), 8),
         (Share(3, 0.0), 1),
     ):
-        replica.share = share
-        assert (replica.limit, replica.whole_limit) == (limit, 8)
+        replica.note_share(share)
+        assert (replica.state.limit, replica.whole_limit) == (limit, 8)
 
 
 def test_a_new_replica_has_the_share_that_new_ones_get() -> None:
     fleet = make_fleet(replicas=0)
     fleet.first_share = Share(0, math.inf)
-    replica = fleet.add(Replica("fast-0", fleet.specs[0], "u", "", "m", state=ReplicaStatus.READY))
-    assert replica.limit == 1
+    replica = fleet.add(Replica("fast-0", fleet.specs[0], "u", "", "m", status=ReplicaStatus.READY))
+    assert replica.state.limit == 1
 
 
 def test_other_routers_count_until_their_report_is_old() -> None:
     """In the load that predictions are made from, and when slots are counted against the adaptive limit."""
     fleet = make_fleet(replicas=1)
     replica = ready(fleet)
-    replica.note_others(PeerLoad(3, 40, 50, 60), until=math.inf)
-    load = fleet.snapshot().tiers[0].replicas[0].load
+    replica.note_peers(PeerLoad(3, 40, 50, 60), until=math.inf)
+    load = loads(fleet)[0]
     assert (load.sequences, load.prompt_tokens, load.output_tokens) == (3, 40, 50)
-    assert fleet.snapshot().sequences == 0, "they are not this router's"
-    replica.note_others(PeerLoad(3, 40, 50, 60), until=0.0)
-    assert fleet.snapshot().tiers[0].replicas[0].load.sequences == 0
+    assert sum(r.slots for r in fleet.snapshot().tiers[0].replicas) == 0, "they are not this router's"
+    replica.note_peers(PeerLoad(3, 40, 50, 60), until=0.0)
+    assert loads(fleet)[0].sequences == 0
 
 
 def test_a_limit_adapts_only_by_a_profile() -> None:
@@ -386,12 +400,12 @@ def test_a_limit_adapts_only_by_a_profile() -> None:
     leases = [leased(fleet) for _ in range(16)]
     for lease in leases[-4:]:
         lease.first_token(60_000)
-    assert replica.limit == 16
+    assert replica.state.limit == 16
     replica.measured(_profiled())
-    assert replica.limit == 10, "a tenth less for each of the four"
+    assert replica.state.limit == 10, "a tenth less for each of the four"
     fleet.options = replace(fleet.options, adaptive_limit=False)
     replica.adopt(fleet.options)
-    assert replica.limit == 16
+    assert replica.state.limit == 16
 
 
 def test_what_belongs_to_a_process_goes_with_it() -> None:
@@ -402,23 +416,28 @@ def test_what_belongs_to_a_process_goes_with_it() -> None:
     lease = leased(fleet, 100, 10)
     for _ in range(FOREIGN_POLLS):
         replica.note_gauges(Gauges(5, 0, 0.99, 1000))
-    replica.note_answer(Seen(1, 1, 1, 0.0, 1.0))
+    replica.answers.last.append(AnswerSample(1, 1, 1, 0.0, 1.0))
     for _ in range(3):
         replica.breaker.failed(0.0, probe=0)
     replica.mark(ReplicaStatus.STARTING, "restart 1")
-    assert (replica.gauges, replica.speed, replica.kv_pressure, len(replica.seen)) == (None, None, False, 0)
-    assert replica.sequences == replica.slots == 1
+    assert (replica.state.gauges, replica.state.speed, replica.state.kv.pressure, len(replica.answers.last)) == (
+        None,
+        None,
+        False,
+        0,
+    )
+    assert replica.state.load.sequences == replica.state.slots == 1
     assert replica.breaker.admits(0.0)
-    assert replica.detail == "restart 1"
+    assert replica.state.detail == "restart 1"
     lease.release()
-    assert (replica.slots, replica.prompt_tokens) == (0, 0)
+    assert (replica.state.slots, replica.state.prompt_tokens) == (0, 0)
 
 
 def test_draining_keeps_what_is_known() -> None:
     replica = ready(make_fleet(replicas=1))
     replica.measured(_profiled())
     replica.mark(ReplicaStatus.DRAINING)
-    assert replica.speed is not None
+    assert replica.state.speed is not None
 
 
 def test_a_failure_counts_by_its_kind_and_opens_the_breaker() -> None:
@@ -427,10 +446,10 @@ def test_a_failure_counts_by_its_kind_and_opens_the_breaker() -> None:
         with leased(fleet) as lease:
             lease.failed("timeout")
     replica = ready(fleet)
-    assert (replica.failed, fleet.failures[FAST, "timeout"], replica.slots) == (3, 3, 0)
+    assert (replica.state.failed, fleet.failures[FAST, "timeout"], replica.state.slots) == (3, 3, 0)
     shown = fleet.snapshot().tiers[0].replicas[0]
-    assert (shown.breaker, shown.admits) == (BreakerState.OPEN, False)
-    assert 0 < shown.admits_in_s <= fleet.options.breaker.pause_s
+    assert (shown.breaker.state, shown.breaker.admits) == (BreakerState.OPEN, False)
+    assert 0 < shown.breaker.admits_in_s <= fleet.options.breaker.pause_s
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, over_limit=True) is None
 
 
@@ -448,7 +467,7 @@ def test_over_the_limit_a_slot_is_taken_all_the_same() -> None:
     fleet = make_fleet(replicas=1, slots=1)
     leased(fleet)
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
-    assert leased(fleet, over_limit=True).replica.slots == 2
+    assert leased(fleet, over_limit=True).replica.state.slots == 2
     ready(fleet).mark(ReplicaStatus.DRAINING)
     assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1, over_limit=True) is None
 
@@ -456,7 +475,7 @@ def test_over_the_limit_a_slot_is_taken_all_the_same() -> None:
 def test_a_release_is_told_once() -> None:
     """Those who wait for slots look again at each release."""
     fleet, told = make_fleet(replicas=1), []
-    fleet.on_capacity = lambda: told.append(ready(fleet).slots)
+    fleet.on_capacity = lambda: told.append(ready(fleet).state.slots)
     lease = leased(fleet)
     lease.release()
     lease.release()
@@ -468,7 +487,7 @@ def test_a_late_token_of_a_released_lease_changes_nothing() -> None:
     lease = leased(fleet, 5, 10)
     lease.release()
     lease.produced(3)
-    assert (ready(fleet).output_tokens, ready(fleet).generated) == (0, 0)
+    assert (ready(fleet).output_tokens, ready(fleet).work.generated) == (0, 0)
 
 
 def test_tokens_are_counted_once_whether_streamed_or_not() -> None:
@@ -478,14 +497,14 @@ def test_tokens_are_counted_once_whether_streamed_or_not() -> None:
     streamed.produced(4)
     streamed.finished(10.0, 6)
     whole.finished(None, 5)
-    assert (ready(fleet).generated, ready(fleet).served) == (11, 2)
+    assert (ready(fleet).work.generated, ready(fleet).state.served) == (11, 2)
 
 
 def test_a_full_replica_expects_what_it_would_take_at_once() -> None:
     """TTFT of a request that the engine queues is not held against the limit as if it were expected."""
     spec = TierSpec(FAST, 2048, 2, 64)
     fleet = Fleet((spec,))
-    replica = fleet.add(Replica("fast-0", spec, "u", "", "m", state=ReplicaStatus.READY))
+    replica = fleet.add(Replica("fast-0", spec, "u", "", "m", status=ReplicaStatus.READY))
     replica.measured(_profiled())
     for _ in range(2):
         leased(fleet, 10, 1000)
@@ -503,26 +522,26 @@ def test_answers_are_noted_with_the_load_that_they_met() -> None:
     lease.first_token(50.0)
     leased(fleet, 300, 10)
     lease.finished(5.0, 4)
-    (seen,) = replica.seen
+    (seen,) = replica.answers.last
     assert (seen.prompt_tokens, seen.sequences, seen.waiting_tokens, seen.ttft_ms) == (20, 1, 100, 50.0)
     assert (seen.tpot_ms, seen.prefilled) == (5.0, 300 / 3)
     assert seen.batch >= 2
     other.first_token(50.0)
     other.finished(None, 1)
-    assert replica.seen[-1].tpot_ms is None, "one token has no time between tokens"
+    assert replica.answers.last[-1].tpot_ms is None, "one token has no time between tokens"
     replica.measured(_profiled())
     profiled = leased(fleet)
     profiled.first_token(1.0)
     profiled.finished(1.0, 2)
-    assert replica.noted == 2
+    assert replica.answers.noted == 2
 
 
 def test_the_rate_of_prompts_fades() -> None:
     replica = ready(make_fleet(replicas=1))
-    replica.prompt_sent(2000, 100.0)
-    replica.keep(100.0)
-    assert replica.view.load(0, Moment(100.0, 0, 1)).prefill_rate == pytest.approx(2000 / PREFILL_MEMORY_MS)
-    faded = replica.view.load(0, Moment(100.0 + PREFILL_MEMORY_MS / 1000, 0, 1)).prefill_rate
+    replica.begin(2000, 0, 2000, 1, 100.0)
+    rate = load_of(replica.state, 0, FleetLoad(100.0, 1, 1)).prefill_rate
+    assert rate == pytest.approx(2000 / PREFILL_MEMORY_MS)
+    faded = load_of(replica.state, 0, FleetLoad(100.0 + PREFILL_MEMORY_MS / 1000, 1, 1)).prefill_rate
     assert faded == pytest.approx(2000 / PREFILL_MEMORY_MS / math.e)
 
 
@@ -555,7 +574,7 @@ def test_a_tier_is_as_good_as_its_best_replica(states: list[str], state: str, *,
         replica.mark(ReplicaStatus[name])
     if preparing:
         fleet.preparations.expect([FAST], None)
-    assert fleet.snapshot().tier(FAST).state is ReplicaStatus[state]
+    assert fleet.snapshot().tier(FAST).status is ReplicaStatus[state]
     assert fleet.is_ready(FAST) is ("READY" in states)
 
 
@@ -563,7 +582,7 @@ def test_a_tier_whose_checkpoint_could_not_be_made_has_failed() -> None:
     fleet = make_fleet(replicas=0)
     fleet.preparations.expect([FAST], None)
     fleet.preparations.fail("disk full")
-    assert fleet.snapshot().tier(FAST).state is ReplicaStatus.FAILED
+    assert fleet.snapshot().tier(FAST).status is ReplicaStatus.FAILED
 
 
 def test_tiers_that_there_are_not() -> None:
@@ -576,7 +595,7 @@ def test_tiers_that_there_are_not() -> None:
     fleet.remove(lease.replica)
     assert fleet.snapshot().tiers[0].replicas == ()
     lease.release()
-    assert lease.replica.slots == 0
+    assert lease.replica.state.slots == 0
 
 
 def test_a_tier_is_configured_anew_once_it_has_a_checkpoint() -> None:
@@ -611,7 +630,13 @@ def test_whatever_happens_to_leases_all_counters_return_to_zero(steps: list[tupl
     """In any order, some of it late or twice: no counter is ever negative, and nothing is left."""
 
     def counters(replica: Replica) -> tuple[int, ...]:
-        return replica.in_flight, replica.slots, replica.prompt_tokens, replica.output_tokens, replica.kv_tokens_held
+        return (
+            replica.state.in_flight,
+            replica.state.slots,
+            replica.state.prompt_tokens,
+            replica.output_tokens,
+            replica.state.kv.held,
+        )
 
     fleet = make_fleet(replicas=2, slots=4)
     leases: list[Lease] = []

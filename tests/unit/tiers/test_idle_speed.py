@@ -33,7 +33,7 @@ async def measured(behaviour: Behaviour) -> AsyncIterator[tuple[Fleet, IdleSpeed
     fleet = Fleet(specs)
     async with serving(FakeEngine(behaviour).app) as url, httpx.AsyncClient(trust_env=False) as client:
         for spec in specs:
-            fleet.add(Replica(f"{spec.name}-0", spec, url, "", "fake", state=ReplicaStatus.READY))
+            fleet.add(Replica(f"{spec.name}-0", spec, url, "", "fake", status=ReplicaStatus.READY))
         yield fleet, IdleSpeed(fleet, WarmupPlan(), lambda replica: EngineProbe(client, replica.url, ""))
 
 
@@ -85,14 +85,14 @@ async def test_each_replica_is_measured_a_few_times_unless_it_has_a_profile() ->
         fleet.speeds = {PRECISE: PROFILE}
         async with fleet.measuring:
             running = asyncio.create_task(idle.run())
-            await until(lambda: fleet.replicas[1].speed is PROFILE)
-            assert fleet.replicas[0].speed is None
+            await until(lambda: fleet.replicas[1].state.speed is PROFILE)
+            assert fleet.replicas[0].state.speed is None
         await until(lambda: behaviour.measurements == 2 * SAMPLES)  # a short and a long prompt each
         for _ in range(20):  # it looks again, and finds nothing left to measure
             await asyncio.sleep(0.005)
         assert behaviour.measurements == 2 * SAMPLES
-        assert fleet.replicas[0].speed is not None
-        assert fleet.replicas[0].speed.source == "idle"
+        assert fleet.replicas[0].state.speed is not None
+        assert fleet.replicas[0].state.speed.source == "idle"
         fleet.replicas[0].mark(ReplicaStatus.STARTING)
         fleet.replicas[0].mark(ReplicaStatus.READY)
         await until(lambda: behaviour.measurements == 4 * SAMPLES)  # a new process is measured anew

@@ -17,7 +17,7 @@ from tiers.fleet import Fleet
 from tiers.live_speed import ENOUGH, LiveSpeed, learn
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
-from tiers.speed import Load, Seen, SpeedModel
+from tiers.speed import AnswerSample, Load, SpeedModel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +30,7 @@ SEQS = 16
 
 def answers(
     count: int, noise: float = 0.0, outliers: float = 0.0, seed: int = 3, batch: int | None = None
-) -> list[Seen]:
+) -> list[AnswerSample]:
     """Return what an engine of the true speed shows under changing loads, none of them idle."""
     source, found = random.Random(seed), []
     for _ in range(count):
@@ -46,7 +46,9 @@ def answers(
 
         tpot_ms = (TRUE.step_ms(sequences) + TRUE.prefill_ms_per_token * prefilled) * slowed
         found.append(
-            Seen(prompt, sequences - 1, waiting, neighbours, seen(times.ttft_ms), sequences, prefilled, seen(tpot_ms))
+            AnswerSample(
+                prompt, sequences - 1, waiting, neighbours, seen(times.ttft_ms), sequences, prefilled, seen(tpot_ms)
+            )
         )
     return found
 
@@ -102,20 +104,22 @@ async def test_a_profile_ends_it_and_a_restart_begins_it_anew() -> None:
     replica.mark(ReplicaStatus.READY)
     live = LiveSpeed(fleet)
     for seen in answers(100):
-        replica.note_answer(seen)
+        replica.answers.last.append(seen)
+        replica.answers.noted += 1
     await live.look(replica)
-    assert replica.speed is not None
-    assert replica.speed.learned
+    assert replica.state.speed is not None
+    assert replica.state.speed.learned
     replica.measured(profiled := replace(TRUE, profiled=True))
     for seen in answers(100, noise=0.5):
-        replica.note_answer(seen)
+        replica.answers.last.append(seen)
+        replica.answers.noted += 1
     await live.look(replica)
-    assert replica.speed is profiled
+    assert replica.state.speed is profiled
     replica.mark(ReplicaStatus.STARTING)
     replica.mark(ReplicaStatus.READY)
     await live.look(replica)
-    assert replica.speed is None
-    assert not replica.seen
+    assert replica.state.speed is None
+    assert not replica.answers.last
 
 
 @pytest.mark.anyio
@@ -130,8 +134,9 @@ async def test_replicas_that_were_removed_are_forgotten(monkeypatch: pytest.Monk
         replica = fleet.add(Replica(f"fast-{number}", spec, "", "", "m"))
         replica.mark(ReplicaStatus.READY)
         for seen in answers(ENOUGH):
-            replica.note_answer(seen)
-        await until(lambda r=replica: r.speed is not None)
+            replica.answers.last.append(seen)
+            replica.answers.noted += 1
+        await until(lambda r=replica: r.state.speed is not None)
         assert replica.id in live._answers
         fleet.remove(replica)
     await until(lambda: not live._answers)
@@ -169,7 +174,7 @@ async def test_a_router_that_is_never_idle_learns(tmp_path: Path) -> None:
             await asyncio.gather(*asking)
             learning.cancel()
         # The truth is what answers took: on a busy machine a fake engine's pauses are longer than it was told.
-        seen = own.fleet.replicas[0].seen
+        seen = own.fleet.replicas[0].answers.last
         tpot_ms, ttft_ms = median(s.tpot_ms for s in seen if s.tpot_ms), median(s.ttft_ms for s in seen)
         assert tpot_ms / 1.5 < verdict["predicted_tpot_ms"] < tpot_ms * 1.5
         assert ttft_ms / 1.5 < verdict["predicted_ttft_ms"] < ttft_ms * 1.5

@@ -67,4 +67,4 @@ def test_a_fleet_is_put_in_order_again_when_more_is_known() -> None:
     assert [fleet.rank(tier) for tier in (INT8, PRECISE)] == [0, 3]
     fleet.rank_by_loss({FAST: 0.3, INT8: 0.2, BALANCED: 0.1})
     assert [s.name for s in fleet.specs] == [FAST, INT8, BALANCED, PRECISE]
-    assert list(fleet.snapshot().ranks) == [FAST, INT8, BALANCED, PRECISE]
+    assert [tier.spec.name for tier in fleet.snapshot().tiers] == [FAST, INT8, BALANCED, PRECISE]

@@ -55,7 +55,7 @@ async def watched(
 
 
 def ids(supervisor: Supervisor, state: ReplicaStatus | None = READY) -> list[str]:
-    return [replica.id for replica in supervisor.fleet.replicas if state in {None, replica.state}]
+    return [replica.id for replica in supervisor.fleet.replicas if state in {None, replica.state.status}]
 
 
 def add(supervisor: Supervisor, url: str, tier: TierName = FAST) -> Replica:
@@ -96,13 +96,13 @@ async def test_an_added_engine_is_warmed_and_compared_before_it_serves(tmp_path:
     canary, behaviour = Canary(tmp_path / "canary.json", "here"), Behaviour(alive=False, root="made/fast")
     async with serving_all(FakeEngine(behaviour).app) as (url,), watched(tmp_path, canary=canary) as supervisor:
         fleet = supervisor.fleet
-        assert fleet.snapshot().tier(FAST).state is ReplicaStatus.ABSENT
+        assert fleet.snapshot().tier(FAST).status is ReplicaStatus.ABSENT
         replica = add(supervisor, f"{url}/")
         assert (replica.url, replica.source, fleet.spec(FAST).absent) == (url, "command", False)
-        await until(lambda: replica.state is ReplicaStatus.UNREACHABLE)
+        await until(lambda: replica.state.status is ReplicaStatus.UNREACHABLE)
         assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
         behaviour.alive = True
-        await until(lambda: replica.state is READY)
+        await until(lambda: replica.state.status is READY)
         assert [record.identity for record in read_golden(canary.path)] == [url]
         assert fleet.spec(FAST).precision == "awq-int4"
         with pytest.raises(NotPossible, match="is in tier fast already, named by command"):
@@ -118,7 +118,7 @@ async def test_a_removed_engine_drains_and_is_forgotten(tmp_path: Path) -> None:
         lease = fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
         assert lease is not None
         operation = supervisor.operations.begin("remove", "fast-0")
-        await until(lambda: fleet.replicas[0].state is DRAINING and "1 open requests" in operation.detail)
+        await until(lambda: fleet.replicas[0].state.status is DRAINING and "1 open requests" in operation.detail)
         assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
         with pytest.raises(NotPossible, match="fast-0 is busy: remove"):
             supervisor.operations.begin("resume", "fast-0")
@@ -126,7 +126,7 @@ async def test_a_removed_engine_drains_and_is_forgotten(tmp_path: Path) -> None:
         await until(lambda: operation.state == "done")
         assert (operation.detail, fleet.replicas, supervisor.engines) == ("removed", [], ())
         assert read_golden(canary.path) == ()
-        assert fleet.snapshot().tier(FAST).state is ReplicaStatus.STOPPED
+        assert fleet.snapshot().tier(FAST).status is ReplicaStatus.STOPPED
 
 
 async def test_a_removal_at_once_waits_for_nobody(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ async def test_a_removal_at_once_waits_for_nobody(tmp_path: Path) -> None:
         assert (patient.state, operation.state) == ("failed", "done")
         assert operation.detail == "removed; the engine has 1 open requests to finish"
         lease.release()
-        assert (lease.replica.in_flight, supervisor.fleet.snapshot().sequences) == (0, 0)
+        assert lease.replica.state.in_flight == 0
 
 
 async def test_an_engine_that_is_added_again_while_it_drains_stays(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ async def test_an_engine_that_changes_its_tier_leaves_the_old_one_first(tmp_path
         lease = supervisor.fleet.lease(FAST, prompt_tokens=1, max_tokens=1)
         assert lease is not None
         roster.name(Source.FILE, {PRECISE: (url,)})
-        await until(lambda: supervisor.fleet.replicas[0].state is DRAINING)
+        await until(lambda: supervisor.fleet.replicas[0].state.status is DRAINING)
         assert ids(supervisor, None) == ["fast-0"]
         lease.release()
         await until(lambda: ids(supervisor) == ["precise-0"])

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tiers.speed import HALF_LIFE_S, IDLE, MEMORY, MOST_PREFILL, STEADY, Load, SpeedModel, Trend, remaining_tokens
 
@@ -40,7 +41,7 @@ def test_beyond_the_largest_batch_a_request_waits_for_others_to_end() -> None:
     left = 0.5 * 800 / SEQS
     assert ttft == pytest.approx(40 + 1.5 * MODEL.step_ms(SEQS) + MODEL.step_ms(SEQS) * 2 * left / (SEQS + 1))
     assert tpot == MODEL.step_ms(SEQS)
-    further = MODEL.times(0, replace(load, sequences=SEQS + 3), SEQS, 0.5).ttft_ms
+    further = MODEL.times(0, structs.replace(load, sequences=SEQS + 3), SEQS, 0.5).ttft_ms
     assert further > ttft
 
 
@@ -92,8 +93,8 @@ def test_more_load_never_makes_an_answer_faster(prompt_tokens: int, load: Load) 
     before = model.times(prompt_tokens, load, SEQS, 0.7)
     heavier = (
         model.times(prompt_tokens + 100, load, SEQS, 0.7),
-        model.times(prompt_tokens, replace(load, prompt_tokens=load.prompt_tokens + 100), SEQS, 0.7),
-        model.times(prompt_tokens, replace(load, neighbours=1.0), SEQS, 0.7),
+        model.times(prompt_tokens, structs.replace(load, prompt_tokens=load.prompt_tokens + 100), SEQS, 0.7),
+        model.times(prompt_tokens, structs.replace(load, neighbours=1.0), SEQS, 0.7),
     )
     for after in heavier:
         assert after.ttft_ms >= before.ttft_ms > 0

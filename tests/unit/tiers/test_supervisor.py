@@ -29,8 +29,8 @@ async def test_an_engine_that_runs_has_no_secret(tmp_path: Path, monkeypatch: py
     """Neither the engine's process nor its guard: their environments are read from the system."""
     monkeypatch.setenv("QARR_STATE__REDIS_URL", "redis://:secret@127.0.0.1:1")
     async with own_engines(tmp_path, monkeypatch) as own:
-        assert own.first.pid is not None
-        engine = psutil.Process(own.first.pid)
+        assert own.first.state.pid is not None
+        engine = psutil.Process(own.first.state.pid)
         guard = engine.parent()
         assert guard is not None
         assert "FAKE_BEHAVIOUR" in engine.environ()
@@ -49,7 +49,7 @@ async def test_an_engine_that_does_not_fit_is_started_with_less(
     monkeypatch.setattr(supervisor, "kv_per_token", lambda _: (1 << 30) // 5000)  # so that half a GiB holds one request
     async with own_engines(tmp_path, monkeypatch, behaviour={"start_errors": [NO_MEMORY] * 2}) as own:
         replica = own.first
-        assert replica.detail == (
+        assert replica.state.detail == (
             "started with less: KV cache 0.5 instead of 1 GiB: it ran out of memory; "
             "context 1024 instead of 2048 tokens: it ran out of memory"
         )
@@ -58,23 +58,23 @@ async def test_an_engine_that_does_not_fit_is_started_with_less(
             == "started with less: KV cache 0.5 instead of 1 GiB: it ran out of memory"
         )
         assert (replica.spec.max_model_len, own.fleet.spec(TierName.FAST).max_model_len) == (1024, 1024)
-        assert replica.pid is not None
-        before = psutil.Process(replica.pid)
+        assert replica.state.pid is not None
+        before = psutil.Process(replica.state.pid)
         argv = before.cmdline()
         assert argv[argv.index("--kv-cache-memory-bytes") + 1] == str(1 << 29)
         assert argv[argv.index("--max-model-len") + 1] == "1024"
         assert "VLLM_CPU_KVCACHE_SPACE" not in before.environ()
         before.kill()
-        await until(lambda: replica.state is ReplicaStatus.READY and replica.pid not in {None, before.pid})
-        assert psutil.Process(replica.pid).cmdline() == argv
-        assert (replica.detail or "").startswith("started with less")
+        await until(lambda: replica.state.status is ReplicaStatus.READY and replica.state.pid not in {None, before.pid})
+        assert psutil.Process(replica.state.pid).cmdline() == argv
+        assert (replica.state.detail or "").startswith("started with less")
 
 
 async def test_an_engine_that_never_fits_says_what_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what a person can do; other errors are not taken for it."""
     monkeypatch.setattr(supervisor, "kv_per_token", lambda _: 1)
     async with own_engines(tmp_path, monkeypatch, ready=False, behaviour={"start_errors": [NO_MEMORY] * 99}) as own:
-        detail = own.first.detail or ""
+        detail = own.first.state.detail or ""
         assert "KV cache 0.25 instead of 0.5 GiB" in detail
         assert "context 512 instead of 1024 tokens" in detail
         assert "in vain: free memory, lower tiers.fast.max_model_len or engine.cpu_kv_cache_gib" in detail
@@ -83,7 +83,7 @@ async def test_an_engine_that_never_fits_says_what_was_tried(tmp_path: Path, mon
     async with own_engines(
         other, monkeypatch, ready=False, behaviour={"start_errors": ["ImportError: no vllm"]}
     ) as own:
-        assert (own.first.detail or "").startswith("exited with status 1")
+        assert (own.first.state.detail or "").startswith("exited with status 1")
         assert not own.details(ReplicaStatus.STARTING)
 
 
@@ -109,10 +109,12 @@ async def test_an_engine_that_does_not_keep_its_tiers_promise_is_refused(
 async def test_engine_elsewhere_comes_and_goes(tmp_path: Path) -> None:
     """An engine given by URL is unreachable while away and warmed again when it is back."""
     behaviour, seen = Behaviour(alive=False), list[ReplicaStatus]()
-    async with watching(tmp_path, behaviour, on_change=lambda r: seen.append(r.state)) as fleet:
+    async with watching(tmp_path, behaviour, on_change=lambda r: seen.append(r.state.status)) as fleet:
         await until(lambda: ReplicaStatus.UNREACHABLE in seen)
         behaviour.alive = True
-        await until(lambda: fleet.replicas[0].state is ReplicaStatus.READY and fleet.replicas[0].speed is not None)
+        await until(
+            lambda: fleet.replicas[0].state.status is ReplicaStatus.READY and fleet.replicas[0].state.speed is not None
+        )
     assert seen == [ReplicaStatus.UNREACHABLE, ReplicaStatus.WARMING, ReplicaStatus.READY]
     assert fleet.template.alone == 6
 
@@ -123,10 +125,10 @@ async def test_a_speed_measured_on_a_busy_machine_is_corrected(tmp_path: Path, m
     behaviour = Behaviour(delay_s=0.1)
     async with watching(tmp_path, behaviour) as fleet:
         replica = fleet.replicas[0]
-        await until(lambda: replica.speed is not None)
-        disturbed = replica.speed.step_base_ms
+        await until(lambda: replica.state.speed is not None)
+        disturbed = replica.state.speed.step_base_ms
         behaviour.delay_s = 0.0
-        await until(lambda: replica.speed is not None and replica.speed.step_base_ms < disturbed / 2)
+        await until(lambda: replica.state.speed is not None and replica.state.speed.step_base_ms < disturbed / 2)
 
 
 async def test_a_profile_that_comes_during_a_measurement_counts(tmp_path: Path) -> None:
@@ -134,13 +136,14 @@ async def test_a_profile_that_comes_during_a_measurement_counts(tmp_path: Path) 
     behaviour = Behaviour()
     async with watching(tmp_path, behaviour) as fleet:
         replica = fleet.replicas[0]
-        await until(lambda: replica.state is ReplicaStatus.READY)
+        await until(lambda: replica.state.status is ReplicaStatus.READY)
         asked, behaviour.delay_s = behaviour.measurements, 0.1
         await until(lambda: behaviour.measurements > asked)  # a measurement is under way
-        fleet.speeds, replica.speed = {TierName.FAST: SpeedModel(10.0, 0.1, 5.0, profiled=True)}, None
+        fleet.speeds = {TierName.FAST: SpeedModel(10.0, 0.1, 5.0, profiled=True)}
+        replica.update(speed=None)
         await until(lambda: behaviour.measurements > asked + 1)  # its second half
-        await until(lambda: replica.speed is not None)
-        await until(lambda: replica.speed is not None and replica.speed.profiled)
+        await until(lambda: replica.state.speed is not None)
+        await until(lambda: replica.state.speed is not None and replica.state.speed.profiled)
 
 
 @asynccontextmanager
@@ -160,5 +163,5 @@ async def watching(
 async def settled(tmp_path: Path, *behaviours: Behaviour) -> dict[ReplicaStatus, str]:
     """Watch engines until each is ready or failed; return what is told of a replica in either state."""
     async with watching(tmp_path, *behaviours) as fleet:
-        await until(lambda: all(r.state in {ReplicaStatus.READY, ReplicaStatus.FAILED} for r in fleet.replicas))
-        return {replica.state: replica.detail or "" for replica in fleet.replicas}
+        await until(lambda: all(r.state.status in {ReplicaStatus.READY, ReplicaStatus.FAILED} for r in fleet.replicas))
+        return {replica.state.status: replica.state.detail or "" for replica in fleet.replicas}

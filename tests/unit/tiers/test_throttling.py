@@ -76,8 +76,12 @@ async def test_a_throttled_gpu_is_seen_at_its_engines(tmp_path: Path, monkeypatc
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         assert set(read_gpus()) == {1, 2}
         fast, balanced = own.fleet.replicas
-        await until(lambda: balanced.detail == "slower: GPU 1 is throttled: it is too hot")
-        assert (balanced.state, fast.state, fast.detail) == (ReplicaStatus.READY, ReplicaStatus.READY, None)
+        await until(lambda: balanced.state.detail == "slower: GPU 1 is throttled: it is too hot")
+        assert (balanced.state.status, fast.state.status, fast.state.detail) == (
+            ReplicaStatus.READY,
+            ReplicaStatus.READY,
+            None,
+        )
         script.write_text("#!/bin/sh\nexit 9\n")
         assert read_gpus() == {}
 

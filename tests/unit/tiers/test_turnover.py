@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiers.turnover import HALF_LIFE_S, Turnover
+from tiers.replica import HALF_LIFE_S, Turnover
 
 
 def held(turnover: Turnover, now: float, seconds: float, times: int = 1) -> float:

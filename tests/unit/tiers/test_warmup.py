@@ -12,7 +12,7 @@ from tests.fakes.engine import FINGERPRINT, TEMPLATE_TOKENS, Behaviour, FakeEngi
 from tiers.errors import ProbeError, WarmupFailed
 from tiers.lifecycle.warmup import WarmupPlan, check_answer, measure_speed, tokens_digest, warm_up
 from tiers.probe import EngineProbe, Generation
-from tiers.snapshot import TemplateTokens
+from tiers.spec import TemplateTokens
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence

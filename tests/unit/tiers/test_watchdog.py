@@ -16,6 +16,7 @@ from tiers.fleet import Fleet
 from tiers.lifecycle.watchdog import STEADY_S, Restarts, WatchdogOptions, Wear, hangs, off_by
 from tiers.probe import Counters, EngineProbe
 from tiers.replica import Replica
+from tiers.snapshot import Trends
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import SpeedModel, Trend
 
@@ -48,13 +49,13 @@ def test_a_crash_loop_stops() -> None:
 
 def test_silence_counts_only_while_there_are_requests() -> None:
     """Time without requests is no silence; progress ends it, going away without an answer does not."""
-    replica = Replica("fast-0", SPEC, "u", "", "m", state=READY)
-    replica.took(1, 100.0)
+    replica = Replica("fast-0", SPEC, "u", "", "m", status=READY)
+    replica.begin(1, 1, 2, 1, 100.0)
     assert replica.silence_s(130.0) == 30
-    replica.took(-1, 130.0)
+    replica.end(1, 1, 2, 1, 130.0)
     assert replica.silence_s(500.0) == 30
-    replica.took(1, 1000.0)
-    replica.took(1, 1005.0)
+    replica.begin(1, 1, 2, 1, 1000.0)
+    replica.begin(1, 1, 2, 1, 1005.0)
     assert replica.silence_s(1010.0) == 40
     replica.progressed(1010.0)
     assert replica.silence_s(1011.0) == 1
@@ -63,11 +64,11 @@ def test_silence_counts_only_while_there_are_requests() -> None:
 def test_leases_note_progress() -> None:
     """A first token, each further one and the end of an answer are progress."""
     fleet = Fleet((SPEC,))
-    replica = fleet.add(Replica("fast-0", SPEC, "u", "", "m", state=READY))
+    replica = fleet.add(Replica("fast-0", SPEC, "u", "", "m", status=READY))
     lease = fleet.lease(TierName.FAST, prompt_tokens=5, max_tokens=5)
     assert lease is not None
     for progress in (lease.first_token, lease.produced, lambda: lease.finished(None)):
-        replica._silence_s = 50.0
+        replica.work.silence_s = 50.0
         progress()
         assert replica.silence_s(time.monotonic()) < 50
 
@@ -112,10 +113,10 @@ def test_an_engines_own_first_tokens_tell_of_wear() -> None:
 
 def test_off_by_is_the_worse_of_both_times() -> None:
     """Seen over predicted, faded to now; 1 where no speed is known."""
-    replica = Replica("fast-0", SPEC, "u", "", "m", state=READY)
+    replica = Replica("fast-0", SPEC, "u", "", "m", status=READY)
     assert off_by(replica, 0.0) == 1
     replica.measured(SpeedModel(10, 1, 10))
-    replica.ttft_trend, replica.tpot_trend = Trend(0.0, 0.1, 0.0), Trend(1.0986122886681098, 0.1, 0.0)
+    replica.update(trends=Trends(Trend(0.0, 0.1, 0.0), Trend(1.0986122886681098, 0.1, 0.0)))
     assert off_by(replica, 0.0) == pytest.approx(3)
     assert off_by(replica, 1e6) == pytest.approx(1)
 
@@ -124,14 +125,14 @@ def test_off_by_is_the_worse_of_both_times() -> None:
 async def test_a_killed_engine_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After kill -9 it is starting with the reason, then ready again as another process; its last log is kept."""
     async with own_engines(tmp_path, monkeypatch) as own:
-        before = own.first.pid
+        before = own.first.state.pid
         assert before is not None
         os.kill(before, signal.SIGKILL)
-        await until(lambda: own.first.state is STARTING)
-        assert (own.first.detail or "").startswith("restart 1 after: exited with status 137")
-        await until(lambda: own.first.state is READY)
-        assert own.first.pid not in {None, before}
-        assert own.first.detail is None
+        await until(lambda: own.first.state.status is STARTING)
+        assert (own.first.state.detail or "").startswith("restart 1 after: exited with status 137")
+        await until(lambda: own.first.state.status is READY)
+        assert own.first.state.pid not in {None, before}
+        assert own.first.state.detail is None
         assert own.supervisor.log_path(own.first).with_suffix(".log.1").exists()
         assert len(own.fleet.replicas) == 1
 
@@ -144,15 +145,15 @@ async def test_a_crash_loop_ends_failed_until_a_person_restarts(
     options = WatchdogOptions(max_restarts=1)
     async with own_engines(tmp_path, monkeypatch, watchdog=options) as own:
         own.next_starts(exit_after_s=0.1)
-        assert own.first.pid is not None
-        os.kill(own.first.pid, signal.SIGKILL)
-        await until(lambda: own.first.state is FAILED)
-        assert "'qarr tiers restart fast-0'" in (own.first.detail or "")
-        assert "exited with status 7" in (own.first.detail or "")
+        assert own.first.state.pid is not None
+        os.kill(own.first.state.pid, signal.SIGKILL)
+        await until(lambda: own.first.state.status is FAILED)
+        assert "'qarr tiers restart fast-0'" in (own.first.state.detail or "")
+        assert "exited with status 7" in (own.first.state.detail or "")
         own.next_starts()
         operation = own.supervisor.operations.begin("restart", "fast-0")
         await until(lambda: operation.state == "done")
-        assert own.first.state is READY
+        assert own.first.state.status is READY
 
 
 @pytest.mark.anyio
@@ -166,7 +167,7 @@ async def test_a_first_start_that_fails_is_not_repeated(
 ) -> None:
     """An engine that never was ready stays down, with its last words, also where it exits in the midst of a request."""
     async with own_engines(tmp_path, monkeypatch, ready=False, behaviour=behaviour) as own:
-        assert "exited with status 7" in (own.first.detail or "")
+        assert "exited with status 7" in (own.first.state.detail or "")
         assert [state for _, state, _ in own.seen].count(STARTING) <= 1
 
 
@@ -175,14 +176,14 @@ async def test_a_hung_engine_is_started_again(tmp_path: Path, monkeypatch: pytes
     """Requests without a token, and not even one token for the watchdog: killed, with the reason."""
     monkeypatch.setattr("tiers.lifecycle.watchdog.HANG_PROOF_S", 0.5)
     async with own_engines(tmp_path, monkeypatch, watchdog=WatchdogOptions(hang_s=0.5)) as own:
-        before = own.first.pid
+        before = own.first.state.pid
         await own.behave(own.first, stall_after=0)
         lease = own.fleet.lease(TierName.FAST, prompt_tokens=5, max_tokens=5)
         assert lease is not None
-        await until(lambda: own.first.state is STARTING)
+        await until(lambda: own.first.state.status is STARTING)
         lease.release()
-        await until(lambda: own.first.state is READY)
-        assert own.first.pid != before
+        await until(lambda: own.first.state.status is READY)
+        assert own.first.state.pid != before
         assert any("restart 1 after: hung: 1 requests" in detail for detail in own.details(STARTING))
 
 
@@ -190,13 +191,13 @@ async def test_a_hung_engine_is_started_again(tmp_path: Path, monkeypatch: pytes
 async def test_a_slow_request_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that answers the watchdog's own request lives on, however long another one takes."""
     async with own_engines(tmp_path, monkeypatch, watchdog=WatchdogOptions(hang_s=0.3)) as own:
-        before = own.first.pid
+        before = own.first.state.pid
         lease = own.fleet.lease(TierName.FAST, prompt_tokens=5, max_tokens=5)
         assert lease is not None
         for _ in range(3):  # the watchdog finds it silent, asks, and begins to count anew
             await until(lambda: own.first.silence_s(time.monotonic()) > 0.3)
             await until(lambda: own.first.silence_s(time.monotonic()) < 0.3)
-        assert (own.first.state, own.first.pid) == (READY, before)
+        assert (own.first.state.status, own.first.state.pid) == (READY, before)
         lease.release()
 
 
@@ -205,13 +206,13 @@ async def test_an_engine_without_health_is_started_again(tmp_path: Path, monkeyp
     """A process that lives but answers nothing for long enough is killed; meanwhile it is unreachable."""
     async with own_engines(tmp_path, monkeypatch, watchdog=WatchdogOptions(unreachable_s=0.5)) as own:
         own.supervisor._client.timeout = 0.2
-        before = own.first.pid
+        before = own.first.state.pid
         assert before is not None
         os.kill(before, signal.SIGSTOP)
-        await until(lambda: own.first.state is STARTING)
+        await until(lambda: own.first.state.status is STARTING)
         own.supervisor._client.timeout = 10
-        await until(lambda: own.first.state is READY)
-        assert own.first.pid != before
+        await until(lambda: own.first.state.status is READY)
+        assert own.first.state.pid != before
         assert ReplicaStatus.UNREACHABLE in {state for _, state, _ in own.seen}
         assert any("after: no answer to health checks for 0.5 s" in detail for detail in own.details(STARTING))
 
@@ -220,12 +221,13 @@ async def test_an_engine_without_health_is_started_again(tmp_path: Path, monkeyp
 async def test_a_worn_engine_is_recycled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four times slower than predicted for long enough: a new one takes its place."""
     async with own_engines(tmp_path, monkeypatch, watchdog=WatchdogOptions(slow_factor=3, slow_s=0.5)) as own:
-        await until(lambda: own.first.speed is not None)
+        await until(lambda: own.first.state.speed is not None)
         slow = own.first
         for _ in range(10):
-            slow.tpot_trend = slow.tpot_trend.after(10, 80, time.monotonic(), 0.3)
+            trends = slow.state.trends
+            slow.update(trends=Trends(trends.ttft, trends.tpot.after(10, 80, time.monotonic(), 0.3)))
         await until(lambda: own.replica("fast-0") is None)
-        assert [(r.id, r.state) for r in own.fleet.replicas] == [("fast-1", READY)]
+        assert [(r.id, r.state.status) for r in own.fleet.replicas] == [("fast-1", READY)]
 
 
 @pytest.mark.anyio

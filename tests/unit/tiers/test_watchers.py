@@ -67,11 +67,11 @@ async def test_a_warm_up_with_odd_answers_is_tried_again(
     """The replica has failed, for a reason that a person understands, and is ready once the engine is well again."""
     behaviour = Behaviour(instead={path: content})
     async with watched(tmp_path, monkeypatch, behaviour) as (replica, _):
-        await until(lambda: replica.state is FAILED)
-        assert said in (replica.detail or "")
+        await until(lambda: replica.state.status is FAILED)
+        assert said in (replica.state.detail or "")
         behaviour.instead.clear()
-        await until(lambda: replica.state is READY)
-        assert replica.detail is None
+        await until(lambda: replica.state.status is READY)
+        assert replica.state.detail is None
 
 
 async def test_gauges_that_are_no_numbers_make_it_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,16 +79,16 @@ async def test_gauges_that_are_no_numbers_make_it_unreachable(tmp_path: Path, mo
     behaviour = Behaviour()
     async with watched(tmp_path, monkeypatch, behaviour) as (replica, supervisor):
         seen: list[tuple[ReplicaStatus, str | None]] = []
-        supervisor._on_change = lambda r: seen.append((r.state, r.detail))
-        await until(lambda: replica.state is READY)
+        supervisor._on_change = lambda r: seen.append((r.state.status, r.state.detail))
+        await until(lambda: replica.state.status is READY)
         behaviour.instead["/metrics"] = NO_NUMBER
-        await until(lambda: replica.state is FAILED)
+        await until(lambda: replica.state.status is FAILED)
         assert any(state is UNREACHABLE and "is NaN" in (why or "") for state, why in seen)
         behaviour.alive = False
-        await until(lambda: replica.state is UNREACHABLE)
+        await until(lambda: replica.state.status is UNREACHABLE)
         behaviour.instead.clear()
         behaviour.alive = True
-        await until(lambda: replica.state is READY)
+        await until(lambda: replica.state.status is READY)
 
 
 class FaultyFleet(Fleet):
@@ -109,7 +109,7 @@ async def test_what_nobody_expected_is_logged_once_and_tried_again(
     """The detail names the exception, the log has its trace a single time, and the replica is ready in the end."""
     caplog.set_level(logging.INFO, "qarr.tiers")
     async with watched(tmp_path, monkeypatch, Behaviour(), FaultyFleet) as (replica, _):
-        await until(lambda: replica.state is READY)
+        await until(lambda: replica.state.status is READY)
     told = [r for r in caplog.records if "fast-0 is failed: ZeroDivisionError: not foreseen" in r.getMessage()]
     assert len(told) == 3
     assert len([r for r in caplog.records if r.exc_info]) == 1
@@ -121,13 +121,13 @@ async def test_an_engine_that_cannot_be_started_for_a_while(tmp_path: Path, monk
         logs = tmp_path / "logs"
         logs.rename(tmp_path / "away")
         logs.write_text("in the way")
-        assert own.first.pid is not None
-        os.kill(own.first.pid, signal.SIGKILL)
-        await until(lambda: "restart 2 after: could not be started" in (own.first.detail or ""))
-        assert str(logs) in (own.first.detail or "")
-        assert own.first.state is STARTING
+        assert own.first.state.pid is not None
+        os.kill(own.first.state.pid, signal.SIGKILL)
+        await until(lambda: "restart 2 after: could not be started" in (own.first.state.detail or ""))
+        assert str(logs) in (own.first.state.detail or "")
+        assert own.first.state.status is STARTING
         logs.unlink()
-        await until(lambda: own.first.state is READY)
+        await until(lambda: own.first.state.status is READY)
 
 
 async def test_a_restart_ends_where_the_engine_cannot_be_started(
@@ -146,4 +146,4 @@ async def test_a_restart_ends_where_the_engine_cannot_be_started(
         logs.unlink()
         operation = own.supervisor.operations.begin("restart", "fast-0")
         await until(lambda: operation.state == "done")
-        assert own.first.state is READY
+        assert own.first.state.status is READY

@@ -63,7 +63,7 @@ async def test_what_blames_the_engine_is_tried_elsewhere(status: int) -> None:
         assert isinstance(answer, EngineStream)
         assert await text_of(answer) == ANSWER
         await answer.aclose()
-        assert (stack.replica(FAST).failed, stack.asked(), stack.held()) == (1, [1, 1, 0], 0)
+        assert (stack.replica(FAST).state.failed, stack.asked(), stack.held()) == (1, [1, 1, 0], 0)
         assert stack.upstream.retries[BALANCED] == 1
 
 
@@ -75,7 +75,7 @@ async def test_what_blames_the_request_is_not_tried_elsewhere(status: int) -> No
             await stack.upstream.open(stack.decision(FAST), HI)
         assert (refused.value.status, refused.value.detail) == (status, "x" * 300)
         assert json.loads(refused.value.body)["error"]["message"] == "x" * 400
-        assert (stack.replica(FAST).failed, stack.asked(), stack.held()) == (0, [1, 0, 0], 0)
+        assert (stack.replica(FAST).state.failed, stack.asked(), stack.held()) == (0, [1, 0, 0], 0)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ async def test_a_full_tier_has_no_slot_but_for_what_was_admitted_before() -> Non
         with pytest.raises(NoSlot, match="every slot on fast is taken"):
             await stack.upstream.open(decision, HI, elsewhere=False)
         answer = await stack.upstream.open(decision, HI, elsewhere=False, over_limit=True)
-        assert stack.replica(FAST).slots == LIMIT + 1
+        assert stack.replica(FAST).state.slots == LIMIT + 1
         await answer.aclose()
         for lease in leases:
             assert lease is not None
@@ -176,7 +176,7 @@ async def test_a_first_token_that_is_late_is_asked_for_elsewhere() -> None:
         answer = await stack.upstream.open(stack.decision(FAST), HI)
         assert answer.tier is BALANCED
         await answer.aclose()
-        assert stack.replica(FAST).failed == 1
+        assert stack.replica(FAST).state.failed == 1
         await until(lambda: not stack.engines[FAST].running)
 
 
@@ -185,7 +185,7 @@ async def test_a_whole_answer_that_is_late_is_not_asked_for_elsewhere() -> None:
     async with upstream_stack({"answer_timeout_s": 0.1}, fast=Behaviour(stall_after=2)) as stack:
         with pytest.raises(EngineTooSlow, match=r"no whole answer within 0\.1 s"):
             await stack.upstream.open(stack.decision(FAST), WHOLE)
-        assert (stack.asked(), stack.held(), stack.replica(FAST).failed) == ([1, 0, 0], 0, 1)
+        assert (stack.asked(), stack.held(), stack.replica(FAST).state.failed) == ([1, 0, 0], 0, 1)
         await until(lambda: not stack.engines[FAST].running)
 
 
@@ -204,7 +204,7 @@ async def test_a_request_that_is_cancelled_holds_nothing() -> None:
         request.cancel()
         with pytest.raises(asyncio.CancelledError):
             await request
-        assert (stack.held(), stack.replica(FAST).failed) == (0, 0)
+        assert (stack.held(), stack.replica(FAST).state.failed) == (0, 0)
         await until(lambda: not stack.engines[FAST].held)
         assert stack.asked() == [0, 0, 0]
 

@@ -57,7 +57,7 @@ async def test_an_answer_is_known_once_it_is_complete() -> None:
         assert answer.tpot_ms is not None
         assert (answer.media_type or "").startswith("text/event-stream")
         await answer.aclose()
-        assert (stack.replica(FAST).served, stack.held()) == (1, 0)
+        assert (stack.replica(FAST).state.served, stack.held()) == (1, 0)
 
 
 async def test_an_answer_is_closed_once() -> None:
@@ -65,7 +65,7 @@ async def test_an_answer_is_closed_once() -> None:
         first, second = await stack.stream(), await stack.stream()
         for _ in range(3):
             await first.aclose()
-        assert stack.replica(FAST).in_flight == 1, "the other one's slot is its own"
+        assert stack.replica(FAST).state.in_flight == 1, "the other one's slot is its own"
         await second.aclose()
         assert stack.held() == 0
 
@@ -90,7 +90,7 @@ async def test_an_answer_that_is_left_ends_at_the_engine() -> None:
         with pytest.raises(asyncio.CancelledError):
             await reading
         await answer.aclose()
-        assert (stack.held(), stack.replica(FAST).failed, stack.replica(FAST).served) == (0, 0, 0)
+        assert (stack.held(), stack.replica(FAST).state.failed, stack.replica(FAST).state.served) == (0, 0, 0)
         await until(lambda: not stack.engines[FAST].running)
 
 
@@ -104,7 +104,7 @@ async def test_what_came_before_a_fault_is_read_before_it(fault: dict[str, Any])
         assert "".join(found) == "The capital of"
         assert not answer.complete
         await answer.aclose(broken.value)
-        assert (stack.replica(FAST).failed, stack.replica(FAST).served, stack.held()) == (1, 0, 0)
+        assert (stack.replica(FAST).state.failed, stack.replica(FAST).state.served, stack.held()) == (1, 0, 0)
 
 
 @pytest.mark.parametrize(("end", "why"), [(b"", "ended early"), (b"data: [DONE]\n\n", "without a finish reason")])
@@ -159,7 +159,7 @@ async def test_who_fails_to_take_an_answer_does_not_blame_its_engine() -> None:
         with pytest.raises(IndexError):
             await answer.relay(lambda _: taken.pop(), partial(asyncio.sleep, 0))
         await answer.aclose()
-        assert (stack.replica(FAST).failed, stack.held()) == (0, 0)
+        assert (stack.replica(FAST).state.failed, stack.held()) == (0, 0)
 
 
 async def test_progress_knows_the_tokens_that_came() -> None:
@@ -206,7 +206,7 @@ async def test_a_whole_answer_that_is_no_completion_is_a_failure(body: bytes) ->
     async with upstream_stack(fast=Behaviour(nonsense=body)) as stack:
         with pytest.raises(NoEngineAnswered, match="not a completion"):
             await stack.upstream.open(stack.decision(FAST), relay(), elsewhere=False)
-        assert (stack.replica(FAST).failed, stack.held()) == (1, 0)
+        assert (stack.replica(FAST).state.failed, stack.held()) == (1, 0)
 
 
 async def test_a_span_tells_how_an_answer_went() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from router.telemetry.tracing import Telemetry
+from router.telemetry.record import Hop
 from router.upstream import transport
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import Attempt, EngineStream, OverflowHold, OverflowServer
@@ -74,8 +74,8 @@ class Reader:
         spec = TierSpec(TierName.FAST, 4096, 16, 1, urls=("http://engine",), precision="awq")
         response = httpx.Response(200, stream=Body(self.connection, lambda _: None))
         hold = OverflowHold(OverflowServer("e", spec), 1, lambda: None)
-        span = Telemetry(None).start_overflow("e", "http://engine", "m", ASKED)
-        self.answer = EngineStream(Attempt(TierName.FAST, hold, response, span, 0, 0.0, 100, 0.0), ASKED)
+        hop = Hop("chat", "m", "http://engine", 0.0, overflow="e")
+        self.answer = EngineStream(Attempt(TierName.FAST, hold, response, hop, 0, 0.0, 100, 0.0), ASKED)
 
     @property
     def progress(self) -> Progress:

@@ -1,0 +1,53 @@
+"""What requests cost, where it is counted, and what several routers share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, PositiveFloat, SecretStr
+from redis.asyncio.connection import parse_url
+
+from router.section import Section, state_dir
+
+
+def _redis_address(url: SecretStr) -> SecretStr:
+    try:
+        if text := url.get_secret_value():
+            parse_url(text)
+    except ValueError:
+        raise ValueError("an address that begins with redis://, rediss:// or unix:// is allowed") from None
+    return url
+
+
+class StateSettings(Section):
+    """What several routers share."""
+
+    redis_url: Annotated[SecretStr, AfterValidator(_redis_address)] = Field(
+        SecretStr(""),
+        description="Redis, for routers that share quotas and load; empty: each router counts for itself.",
+    )
+
+
+class BudgetSettings(Section, reloads=frozenset({"replica_hour", "currency", "while_unknown"})):
+    """What requests cost, and where it is counted."""
+
+    replica_hour: PositiveFloat | None = Field(
+        None,
+        description="Price of an hour of one replica of the highest tier. A second of another tier's replica counts as "
+        "`policy.prices` has it, or without those by its GPUs. Unset: nothing costs money.",
+    )
+    currency: str = Field("USD", max_length=16, description="Of `budgets.replica_hour`, for people.")
+    file: Path = Field(
+        default_factory=lambda: state_dir() / "usage.sqlite",
+        description="Usage by day, key, team and tier; without `state.redis_url` also what budgets have used. Routers of "
+        "one machine may share it.",
+    )
+    while_unknown: Literal["refuse", "serve"] = Field(
+        "refuse",
+        description="While it is not known what a budget has used (a file or Redis that cannot be read): refuse its "
+        "requests with `503`, or serve them and count from 0.",
+    )
+    metrics_keys: int = Field(
+        50, ge=0, description="Keys, in the key file's order, that have metrics of their own; the rest are `other`."
+    )

@@ -1,0 +1,57 @@
+"""``qarr settings``: every setting, after a check of the file and the environment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from pydantic import SecretStr
+
+from router.cli.common import ConfigOption  # noqa: TC001  typer reads it
+from router.deployment.settings import DEFAULT_LENGTHS
+from router.section import PROJECT, cache_dir, config_dir, runtime_dir, state_dir
+from router.settings import Settings, leaves, load_settings
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+
+def show_settings(
+    as_schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema, for editors.")] = False,
+    config: ConfigOption = None,
+) -> None:
+    """List every setting with its default and meaning, after checking the file and the environment."""
+    load_settings(config)
+    typer.echo(json.dumps(Settings.model_json_schema(), indent=2) if as_schema else table())
+
+
+def table() -> str:
+    """Return every setting with its default and meaning, as a Markdown table."""
+    shown = ["| setting | default | reloads | meaning |", "| --- | --- | --- | --- |"]
+    for key, field, reloads in leaves(Settings):
+        name = ".".join(key)
+        shown.append(f"| `{name}` | {_default(name, field)} | {'yes' if reloads else 'no'} | {field.description} |")
+    return "\n".join(shown)
+
+
+def _default(name: str, field: FieldInfo) -> str:
+    if name == "tiers.*.max_model_len":
+        return ", ".join(f"{tier} `{own['max_model_len']}`" for tier, own in DEFAULT_LENGTHS.items())
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if value == runtime_dir():
+        return "`<runtime>`"
+    if isinstance(value, Path):
+        for folder, shown in (
+            (cache_dir(), "<cache>"), (config_dir(), "<config>"), (state_dir(), "<state>"), (PROJECT, "<project>"),
+        ):  # fmt: skip
+            if value.is_relative_to(folder):
+                return f"`{shown}/{value.relative_to(folder)}`"
+    if isinstance(value, SecretStr):
+        value = value.get_secret_value()
+    if value in ({}, (), "", None):
+        return "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{k}: {v}" for k, v in value.items())
+    return f"`{value}`"

@@ -1,0 +1,355 @@
+"""The fleet: tiers, their engines and checkpoints, and where they run."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    model_validator,
+)
+
+from router.section import (
+    PROJECT,
+    AdapterName,
+    EngineAddress,
+    Section,
+    Share,
+    cache_dir,
+    different,
+    header_value,
+    once,
+)
+from tiers.address import normalised, wrong_with
+from tiers.checkpoints.prepare import CALIBRATION_SAMPLES, DEFAULT_CALIBRATION, DEFAULT_MODEL
+from tiers.lifecycle.engine_args import check_own
+from tiers.spec import TierName
+
+MOST_REPLICAS = 64  # of a tier on one machine
+
+
+def _dns_address(url: str) -> str:
+    if not url:
+        return url
+    if url.startswith("https:"):
+        raise ValueError("engines are reached by their addresses, which no certificate names: http:// is allowed")
+    if wrong := wrong_with(url):
+        raise ValueError(f"{wrong}; a name like http://qarr-fast.default.svc:8000 is allowed")
+    return url
+
+
+def _not_ours(args: tuple[str, ...]) -> tuple[str, ...]:
+    """Check that arguments leave alone what QARR itself gives to engines."""
+    check_own(args)
+    return args
+
+
+def _engine_variables(variables: dict[str, str]) -> dict[str, str]:
+    for name, value in variables.items():
+        if not name.isidentifier() or not name.isascii() or "\0" in value:
+            raise ValueError(
+                f"{name!r}: a name of letters, digits and underscores, and a value without NUL are allowed"
+            )
+        if name.startswith("QARR_"):
+            raise ValueError(f"{name}: variables of QARR's own do not reach engines")
+        if name == "VLLM_API_KEY":
+            raise ValueError(f"{name}: engines started here get a random key; it cannot be changed")
+    return variables
+
+
+EngineArgs = Annotated[tuple[str, ...], AfterValidator(_not_ours)]
+RayResources = Annotated[dict[Annotated[str, Field(min_length=1)], NonNegativeFloat], Field()]
+
+
+class TierSettings(Section, reloads=frozenset({"urls"})):
+    """One tier."""
+
+    max_model_len: int = Field(4096, ge=16, description="Context: prompt plus output, in tokens.")
+    max_num_seqs: int = Field(16, ge=1, description="Sequences the engine runs at once.")
+    max_in_flight: int = Field(
+        32,
+        ge=1,
+        description="Requests admitted to one replica; further ones go elsewhere, wait, or get 503. A request with "
+        "`n` choices counts as `n`.",
+    )
+    urls: Annotated[tuple[EngineAddress, ...], AfterValidator(once)] = Field(
+        (), description="Engines that run elsewhere."
+    )
+    dns: Annotated[str, AfterValidator(_dns_address)] = Field(
+        "",
+        description="Name of engines that run elsewhere, as `http://qarr-fast.default.svc:8000`: each of its addresses "
+        "is a replica. It is resolved every `discovery.interval_s`.",
+    )
+    replicas: int | None = Field(
+        None,
+        ge=0,
+        le=MOST_REPLICAS,
+        description="Engines started here, besides those elsewhere; unset: one, or none with `urls` or `dns`. 0 without "
+        "these leaves the tier out, unless `discovery.file` names it.",
+    )
+    gpus: Annotated[tuple[NonNegativeInt, ...], AfterValidator(different)] = Field(
+        (),
+        description="CUDA devices for the engines started here, taken in turn; empty: those with most memory left.",
+    )
+    tensor_parallel: int = Field(1, ge=1, le=64, description="GPUs that share each layer of one engine.")
+    pipeline_parallel: int = Field(1, ge=1, le=64, description="Stages, on GPUs of their own, of one engine's layers.")
+    across_nodes: bool = Field(
+        False, description="On Ray, one engine's GPUs may be on several nodes: vLLM's own Ray executor takes them."
+    )
+    ray_resources: RayResources = Field(
+        {}, description="Over `ray.resources`, for a replica of this tier; 0 takes one away."
+    )
+    checkpoint: Path | None = Field(None, description="Model folder for this tier instead of the prepared one.")
+    engine_args: EngineArgs = Field(
+        (),
+        description="More vLLM arguments for this tier's engines started here, after `engine.extra_args`; checked by the "
+        "installed vLLM before anything starts.",
+    )
+    env: Annotated[dict[str, str], AfterValidator(_engine_variables)] = Field(
+        {}, description="Variables for this tier's engines started here, over those of the environment."
+    )
+    draft: str = Field(
+        "",
+        description="Speculative decoding: what proposes tokens that an engine started here checks in one step. `ngram`: "
+        "what followed the same words before; a tier of lower precision: its checkpoint; or a model folder. Empty: none. "
+        "Requests with `min_p` or `logit_bias` go to tiers without a draft: vLLM refuses them there.",
+    )
+    precision: str = Field(
+        "",
+        pattern=r"^([a-z0-9][a-z0-9+.-]{0,31})?$",
+        description="What engines that run elsewhere serve, such as `fp8`, if their checkpoint cannot be read here; it is "
+        "shown as stated. Of engines that are started here the checkpoint tells it.",
+    )
+
+    @model_validator(mode="after")
+    def _enough_gpus(self) -> TierSettings:
+        world = self.tensor_parallel * self.pipeline_parallel
+        if self.gpus and len(self.gpus) < world:
+            raise ValueError(
+                f"gpus names {len(self.gpus)}, one engine takes tensor_parallel x pipeline_parallel = {world}"
+            )
+        return self
+
+    @property
+    def replicas_here(self) -> int:
+        """Return the number of engines that are started here."""
+        return int(not (self.urls or self.dns)) if self.replicas is None else self.replicas
+
+
+DEFAULT_LENGTHS: dict[str, dict[str, Any]] = {
+    "fast": {"max_model_len": 2048},
+    "balanced": {"max_model_len": 4096},
+    "precise": {"max_model_len": 8192},
+}
+
+
+def complete(given: Any) -> Any:
+    """Let a file or variable set one key of one tier without repeating the rest.
+
+    Variables of tiers that only the settings name arrive as text: JSON there is read here.
+    """
+    if not isinstance(given, dict):
+        return given
+    tiers = {**{name: {} for name in DEFAULT_LENGTHS}, **given}
+    return {
+        name: {**DEFAULT_LENGTHS[name], **own}
+        if name in DEFAULT_LENGTHS and isinstance(own, dict)
+        else {key: _from_json(value) for key, value in own.items()}
+        if isinstance(own, dict)
+        else own
+        for name, own in tiers.items()
+    }
+
+
+def _from_json(value: Any) -> Any:
+    """Return the list or object that a text is; else the value as it is."""
+    if isinstance(value, str) and value.startswith(("[", "{")):
+        with suppress(ValueError):
+            return json.loads(value)
+    return value
+
+
+class TiersSettings(Section):
+    """The tiers: these three, and any that are named besides, as in ``[tiers.int8]``."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, TierSettings] = Field(init=False)
+
+    fast: TierSettings = Field(description="AWQ int4.")
+    balanced: TierSettings = Field(description="FP8.")
+    precise: TierSettings = Field(description="BF16.")
+
+    @cached_property
+    def names(self) -> tuple[TierName, ...]:
+        """Return all tiers: those that the settings add stand before the highest."""
+        return (TierName.FAST, TierName.BALANCED, *map(TierName, self.__pydantic_extra__), TierName.PRECISE)
+
+    def of(self, name: TierName) -> TierSettings:
+        """Return a tier's settings.
+
+        Raises:
+            AttributeError: There is no such tier.
+        """
+        found: TierSettings = getattr(self, name)
+        return found
+
+    @model_validator(mode="after")
+    def _added_tiers_have_engines(self) -> TiersSettings:
+        for name, tier in self.__pydantic_extra__.items():
+            if name in dir(BaseModel) or name in {"names", "of"}:
+                raise ValueError(f"tiers.{name}: give the tier another name")
+            TierName(name)
+            if not (tier.urls or tier.dns or tier.checkpoint or tier.replicas == 0):
+                raise ValueError(
+                    f"tiers.{name}: no checkpoint is made for a tier of this name, so it needs urls, dns or checkpoint "
+                    "(fast, balanced and precise need neither)"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _engines_of_their_own(self) -> TiersSettings:
+        """Check that no engine is in two tiers: it serves at one precision."""
+        found: dict[str, str] = {}
+        for name in self.names:
+            tier = self.of(name)
+            for key, url in (*(("urls", url) for url in tier.urls), *((("dns", tier.dns),) if tier.dns else ())):
+                other = found.setdefault(normalised(url), f"tiers.{name}.{key}")
+                if other != f"tiers.{name}.{key}":
+                    raise ValueError(
+                        f"{other} and tiers.{name}.{key} both name {url}: an engine serves at one precision"
+                    )
+        return self
+
+
+class DiscoverySettings(Section):
+    """Where engines that come and go are named."""
+
+    file: Path | None = Field(
+        None,
+        description='JSON file of engines that run elsewhere, as `{"fast": ["http://10.0.0.5:8000"]}`; read again '
+        "whenever it changes. Replace it in one step (rename).",
+    )
+    interval_s: float = Field(
+        5,
+        ge=0.1,
+        le=3600,
+        description="Seconds between two looks at `discovery.file` and at names (`tiers.<name>.dns`).",
+    )
+
+
+class ModelSettings(Section):
+    """The model and how its checkpoints are made."""
+
+    name: str = Field(DEFAULT_MODEL, description="The default model, a model folder, or a Hugging Face id.")
+    store: Path = Field(default_factory=lambda: cache_dir() / "models", description="Where checkpoints are kept.")
+    calibration: Path = Field(DEFAULT_CALIBRATION, description='JSON lines with a "text" field, for AWQ.')
+    calibration_samples: NonNegativeInt = Field(
+        CALIBRATION_SAMPLES, description="Prompts of that file used, at even distances; 0 uses all."
+    )
+
+
+class EngineSettings(Section):
+    """How engines are started, warmed and stopped."""
+
+    python: Path = Field(
+        default_factory=lambda: PROJECT / ".venv-engine/bin/python", description="Interpreter that has vLLM."
+    )
+    base_port: int = Field(9101, ge=1024, le=65000, description="First engine's port; the next ones follow.")
+    api_key: Annotated[str, AfterValidator(header_value)] = Field(
+        "", description="Key of engines given by URL. Engines started here get a random one."
+    )
+    extra_args: EngineArgs = Field((), description="More vLLM arguments for every engine started here.")
+    log_dir: Path = Field(default_factory=lambda: cache_dir() / "logs", description="Where engines log.")
+    start_timeout_s: PositiveFloat = Field(600, description="From engine start to its first healthy answer.")
+    cpu_kv_cache_gib: int = Field(1, ge=1, description="KV cache of each CPU engine.")
+    max_restarts: NonNegativeInt = Field(
+        5,
+        description="Restarts within 15 minutes of an engine started here that exits, hangs or does "
+        "not answer; then it stays down until `qarr tiers restart`. 0: never restarted.",
+    )
+    hang_s: PositiveFloat = Field(
+        120,
+        description="An engine that has requests and makes no progress for this long must answer a request of one "
+        "token within 30 s, or it is restarted; one given by URL is quarantined.",
+    )
+    drain_s: NonNegativeFloat = Field(
+        120,
+        description="Time for open requests to finish before an engine is restarted or recycled; then they are aborted.",
+    )
+    recycle_every_s: NonNegativeFloat = Field(
+        0, description="Each engine is recycled at this interval, one at a time and spread out. 0: never."
+    )
+    canary_min_agreement: Share = Field(
+        0.5,
+        description="Share of greedy tokens, up to the first difference, that must equal those recorded at the "
+        "checkpoint's first start on this machine, or at first from this URL (`canary.json` in `policy.profiles`). 0: not "
+        "compared.",
+    )
+    warmup_expected: str = Field("Paris", description="Must occur in the answer; empty: any sane text.")
+
+
+def _ray_address(address: str) -> str:
+    if not re.fullmatch(r"auto|([^\s/:\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}", address):
+        raise ValueError("auto is allowed, or the head's HOST:PORT as 10.0.0.5:6379; no ray://, that is Ray Client's")
+    return address
+
+
+class RaySettings(Section):
+    """Engines on the machines of a Ray cluster (`qarr up --on ray`)."""
+
+    address: Annotated[str, AfterValidator(_ray_address)] = Field(
+        "auto", description="The cluster: `auto` is the one that this machine belongs to, else `HOST:PORT` of its head."
+    )
+    python: Path = Field(
+        default_factory=lambda: PROJECT / ".venv-ray/bin/python", description="Interpreter that has Ray and vLLM."
+    )
+    resources: RayResources = Field(
+        {"CPU": 1},
+        description="What Ray reserves on a node for one replica, by the names of Ray's resources. With `GPU` its engine "
+        "runs on GPUs, a part of one included; without, on as many threads as `CPU`.",
+    )
+
+
+class QuantizerSettings(Section):
+    """The environment that makes checkpoints."""
+
+    python: Path = Field(
+        default_factory=lambda: PROJECT / ".venv-quantizer/bin/python",
+        description="Interpreter that has llm-compressor.",
+    )
+
+
+class AdapterSettings(Section):
+    """A LoRA adapter that engines started here load at their start."""
+
+    path: Path = Field(description="Folder in the form of PEFT, with `adapter_config.json`.")
+    tiers: Annotated[tuple[TierName, ...], AfterValidator(different)] = Field(
+        (), description="Tiers whose engines load it; empty: all that have engines here."
+    )
+
+
+class LoraSettings(Section):
+    """LoRA adapters: small changes of the model's weights, which requests name as their model."""
+
+    adapters: dict[AdapterName, AdapterSettings] = Field(
+        {},
+        description='Adapters by name, as in `support = { path = "/models/support", tiers = ["precise"] }`. Requests for '
+        "one are kept to the tiers that have it.",
+    )
+    at_run_time: bool = Field(
+        False, description="Start engines so that `qarr adapters load` may load more. Takes memory for one adapter."
+    )
+    max_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = Field(
+        16, description="Highest rank of adapters loaded at run time; those named here raise it by themselves."
+    )

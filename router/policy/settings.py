@@ -1,0 +1,78 @@
+"""How a tier is chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field, PositiveFloat, ValidationError, ValidatorFunctionWrapHandler, field_validator
+
+from classifier import PromptClass
+from router.section import AllBut, Section, Share, cache_dir
+from tiers.spec import TierName
+
+
+class LikeTier(Section):
+    """A loss budget by comparison."""
+
+    like: TierName = Field(TierName.BALANCED, description="No more answers than this tier loses.")
+
+    @field_validator("like")
+    @classmethod
+    def _loses_something(cls, like: TierName) -> TierName:
+        if like is TierName.PRECISE:
+            raise ValueError("precise loses nothing")
+        return like
+
+
+class PolicySettings(Section, reloads=AllBut({"profiles"})):
+    """How a tier is chosen."""
+
+    negligible_loss: ClassVar[float] = 0.005  # share of answers; a tier that loses no more is as good as the highest
+    sla_confidence: ClassVar[float] = 0.9  # with which bounds must be met, if a request gives none
+
+    loss_budget: Share | LikeTier = Field(
+        LikeTier(),
+        description="Share of answers that may get worse than the highest precision's on a kind of prompt, while engine "
+        "time is scarce: a number, or what one tier loses: that tier may answer every prompt, and lower ones those on "
+        'which they lose no more than it does on average: `{ like = "balanced" }`. While engines have time to spare, or '
+        "at 0, only tiers that lose next to nothing serve in the highest precision's place.",
+    )
+    max_loss: dict[PromptClass, Share] = Field(
+        {},
+        description="Most quality loss of each class, as a share of answers; a tier that may lose more is not used. "
+        "Classes that are not named have only the budget.",
+    )
+    give_up: Literal["quality", "latency"] = Field(
+        "latency", description="The bound that is given up first if no tier meets all bounds of a request."
+    )
+    prices: dict[TierName, PositiveFloat] = Field(
+        {},
+        description="Weight of an engine-second of each tier; 1 if not given. With a price, engine time counts as scarce "
+        "from the start: set one where engines cost by use, as in a fleet that scales with its load.",
+    )
+    profiles: Path = Field(
+        default_factory=lambda: cache_dir() / "profiles",
+        description="Where `qarr profile` keeps its results. The served checkpoints' profile is used.",
+    )
+    max_slowdown: float = Field(
+        4.0,
+        gt=1,
+        description="While speed under load is not measured, a tier this many times slower per token than a higher "
+        "precision is not used.",
+    )
+    live_check_share: Share = Field(
+        0,
+        description="Shadow evaluation: share of prompts served by a lower precision that this and the highest one "
+        "answer again while the engines are idle. Numbers, choices, JSON and code in the answers are compared; of others, "
+        "the regret is reported. It shows drift, and decides nothing. 0: off.",
+    )
+
+    @field_validator("loss_budget", mode="wrap")
+    @classmethod
+    def _one_message(cls, value: object, check: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return check(value)
+        except ValidationError:
+            text = 'a number from 0 to 1, { like = "fast" } or { like = "balanced" } is needed'
+            raise ValueError(text) from None

@@ -1,0 +1,23 @@
+"""When the router measures itself."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from router.section import Section
+
+
+class ProfileSettings(Section):
+    """When the router measures itself."""
+
+    latency_s: ClassVar[float] = 150.0  # of work, about, for the speed of all tiers
+    idle_s: ClassVar[float] = 5.0  # without requests; doubled after each attempt without a result, up to a minute
+
+    auto: bool = Field(
+        True,
+        description="Measure the speed and the loss of tiers without a profile in `policy.profiles`, as `qarr profile` "
+        "does, while there are no requests. Only if this router started every engine: engines that others use too are "
+        "left to `qarr profile`.",
+    )

@@ -1,0 +1,82 @@
+"""Where the router listens, and its certificate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
+
+from router.section import AllBut, Section, runtime_dir
+
+Origin = Annotated[
+    str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[a-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:]+\](:[0-9]{1,5})?)$")
+]
+
+
+class ServerSettings(Section, reloads=AllBut({"cors_origins", "host", "port", "runtime_dir"})):
+    """Where the router listens."""
+
+    max_header_bytes: ClassVar[int] = 32768  # of a request's path and headers
+    header_timeout_s: ClassVar[float] = 10.0
+    body_timeout_s: ClassVar[float] = 60.0
+    write_timeout_s: ClassVar[float] = 30.0  # for a client to read anything of its answer
+    # A stream without a first token for this long gets its head, and a comment at this interval; 0: never. A failure is an
+    # error event then, not a status.
+    silence_s: ClassVar[float] = 15.0
+    resume_s: ClassVar[float] = 30.0  # that a stream is kept after its end, or after its connection is lost
+    resume_bytes: ClassVar[int] = 1 << 18  # of events, kept of each
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8080, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
+    page: Literal["auto", "on", "off"] = Field(
+        "auto", description="The page at `/`: `auto` serves it on loopback, and wherever requests need keys."
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        (), description="Host names besides addresses and localhost to which a keyless router on loopback answers."
+    )
+    cors_origins: tuple[Origin, ...] = Field(
+        (),
+        description="Origins whose web pages may send requests, as in `https://chat.example.com`; `*`: all, with a key.",
+    )
+    max_body_bytes: int = Field(1 << 20, ge=1024, description="Request bodies over this are refused unread.")
+    max_connections: int = Field(4096, ge=1, description="Most open connections; further ones get 503.")
+    keep_alive_s: int = Field(
+        75,
+        ge=1,
+        description="Idle connections are kept this long: longer than proxies and clients keep them, so that none "
+        "sends a request while the router closes.",
+    )
+    resume_streams: NonNegativeInt = Field(
+        256, description="Resumable streams at once; further ones are served, but cannot be resumed."
+    )
+    drain_s: NonNegativeFloat = Field(
+        30, description="Time for open answers to finish after a signal, or after another router has taken over."
+    )
+    runtime_dir: Path = Field(
+        default_factory=runtime_dir, description="Where `qarr serve` listens for another router that takes over."
+    )
+
+
+class TlsSettings(Section, reloads=frozenset({"certificate", "key"})):
+    """HTTPS. The files are read again when they change."""
+
+    certificate: Path | None = Field(
+        None, description="PEM file of the router's certificate and those that sign it; with it, only HTTPS is served."
+    )
+    key: Path | None = Field(None, description="PEM file of its key, without a password.")
+    client_ca: Path | None = Field(
+        None, description="PEM file of authorities: only clients with a certificate of one of them are served."
+    )
+    ca: Path | None = Field(
+        None,
+        description="PEM file of authorities by which commands such as `qarr tiers` trust a router; none: the system's.",
+    )
+
+    @model_validator(mode="after")
+    def _complete_pair(self) -> TlsSettings:
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and key are given together, or neither is")
+        if self.client_ca is not None and self.certificate is None:
+            raise ValueError("client_ca needs certificate and key")
+        return self

@@ -1,0 +1,88 @@
+"""How the router talks to engines, and to what answers when they are full."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, PositiveFloat, SecretStr, model_validator
+
+from router.section import AllBut, Section, header_value
+from tiers.address import wrong_with
+from tiers.breaker import BreakerOptions
+
+
+class UpstreamSettings(Section, reloads=AllBut()):
+    """How the router talks to engines."""
+
+    connect_timeout_s: ClassVar[float] = 5.0
+    retry_share: ClassVar[float] = 0.2  # retries before the first byte that each request adds to a budget shared by all
+    retry_reserve: ClassVar[int] = 50  # retries in that budget at the start, and at most
+    breaker: ClassVar[BreakerOptions] = BreakerOptions()
+
+    first_token_timeout_s: PositiveFloat = Field(120, description="From sending a request to its first token.")
+    token_timeout_s: PositiveFloat = Field(60, description="Longest time between two tokens.")
+    answer_timeout_s: PositiveFloat = Field(600, description="Time to the whole answer of an unstreamed request.")
+    attempts: int = Field(
+        3, ge=1, description="Replicas tried before the first byte, and the most failovers of one answer."
+    )
+
+
+def _overflow_address(url: str) -> str:
+    if not url:
+        return url
+    allowed = "an address like https://api.example.com/v1 is allowed"
+    if "@" in url:
+        raise ValueError(f"user and password do not belong here: overflow.api_key holds the key; {allowed}")
+    if not url.isascii():
+        raise ValueError(f"a host's name is written in ASCII (xn--...); {allowed}")
+    base = url.rstrip("/")
+    if wrong := wrong_with(base.removesuffix("/v1")):
+        raise ValueError(f"{wrong}; {allowed}")
+    if base.endswith("/completions"):
+        raise ValueError(f"the path of an endpoint does not belong here; {allowed}")
+    address = urlsplit(url)
+    if address.scheme == "http" and address.hostname not in {"localhost", "127.0.0.1", "::1"}:
+        raise ValueError(
+            "prompts and the key would go over the network in the clear: https:// is allowed, or http:// of this machine"
+        )
+    return base
+
+
+def _secret_header_value(key: SecretStr) -> SecretStr:
+    header_value(key.get_secret_value())
+    return key
+
+
+class OverflowSettings(Section, reloads=AllBut()):
+    """A server of OpenAI's API that answers what all tiers are too full for."""
+
+    first_token_timeout_s: ClassVar[float] = 30.0  # other times are those of ``UpstreamSettings``
+
+    url: Annotated[str, AfterValidator(_overflow_address)] = Field(
+        "",
+        description="Base address, as `https://api.example.com/v1`: https, or http on this machine. Prompts that it answers "
+        "leave the router's own engines. Empty: requests that all tiers are too full for are refused.",
+    )
+    api_key: Annotated[SecretStr, AfterValidator(_secret_header_value)] = Field(
+        SecretStr(""), description="Key for it, sent nowhere else; empty: none is sent."
+    )
+    model: str = Field("", description="Name of the model to ask it for.")
+    name: str = Field(
+        "",
+        pattern=r"^[A-Za-z0-9._-]{0,64}$",
+        description="What answers and records call it; empty: the host of `overflow.url`.",
+    )
+    max_in_flight: int = Field(16, ge=1, description="Most requests that it has at once.")
+
+    @model_validator(mode="after")
+    def _complete(self) -> OverflowSettings:
+        """Check that an address has the name of a model."""
+        if self.url and not self.model:
+            raise ValueError("url needs model: the name of the model to ask it for")
+        return self
+
+    @property
+    def shown_name(self) -> str:
+        """Return what answers and records call it; empty: there is none."""
+        return self.name or urlsplit(self.url).hostname or "" if self.url else ""
