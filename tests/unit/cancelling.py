@@ -14,18 +14,17 @@ from collections.abc import Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
-from router.aio import Signal
 from router.api.endpoint import Answering
 from router.auth.api_keys import add_key
-from router.server.responder import OUT, Responder
+from router.server.responder import OUT
 from router.upstream.client import PASSED_AT_ONCE
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.router_stack import Stack, router_stack
+from tests.unit.sent_responder import SentResponder
 from tiers.breaker import BreakerOptions
 from tiers.spec import STANDARD_TIERS, TierName
 
@@ -46,12 +45,8 @@ OCCUPIED_S = 0.03  # until a place frees for those that queue
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 
 
-class Taken(Responder):
+class Taken(SentResponder):
     """An answer that is taken a moment later, part by part; after the last one, the client has not left before it."""
-
-    def __init__(self) -> None:
-        cycle: Any = SimpleNamespace(disconnected=False, message_event=Signal())
-        super().__init__(None, cycle)  # type: ignore[arg-type]
 
     async def send(self, message: Any) -> None:
         await asyncio.sleep(0)
@@ -78,7 +73,7 @@ class Cut:
     way: Way
     awaits: int = 0
     request: asyncio.Task[None] | None = None
-    out: Responder = field(default_factory=Taken)
+    out: Taken = field(default_factory=Taken)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

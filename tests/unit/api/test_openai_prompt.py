@@ -10,6 +10,7 @@ import pytest
 from classifier import EstimatingCounter
 from router.api.openai_prompt import PART_TOKENS, SHORT_CHARS, read_chat, read_completion
 from router.upstream.json_object import JsonObject
+from tests.unit.pipeline.test_request import asked_for
 from tiers.prefix_memory import Prefix, PrefixMemory
 from tiers.spec import TemplateTokens
 
@@ -104,7 +105,7 @@ def test_completions(  # noqa: PLR0917  a table
 
 
 def prefix(read: PromptText) -> Prefix | None:
-    return read.prefix(read.classify(COUNTER), TemplateTokens(), "", "")
+    return asked_for(read).query(read.classify(COUNTER), TemplateTokens(), affinity=True).prefix
 
 
 def shared(one: PromptText, other: PromptText) -> int:

@@ -16,11 +16,13 @@ from router.api.asgi import no_body
 from router.api.openapi import document
 from router.api.settings import LimitSettings
 from router.section import PROJECT
+from router.server.responder import OUT
 from tests.unit.router_stack import router_stack
+from tests.unit.sent_responder import SentResponder
 
 if TYPE_CHECKING:
     from starlette.routing import Route
-    from starlette.types import ASGIApp, Message
+    from starlette.types import ASGIApp
 
 pytestmark = pytest.mark.anyio
 SCHEMATHESIS = Path(sys.executable).with_name("schemathesis")
@@ -51,13 +53,9 @@ async def routes(app: ASGIApp) -> list[Route]:
         "query_string": b"",
         "client": None,
     }
-    sent: list[Message] = []
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    await app(scope, no_body, send)
-    assert sent[0]["status"] == 200
+    scope[OUT] = out = SentResponder()
+    await app(scope, no_body, out.send)
+    assert out.status == 200
     found: list[Route] = scope["app"].routes
     return found
 

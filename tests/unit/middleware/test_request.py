@@ -14,7 +14,9 @@ from router.auth.access import KeyStore
 from router.auth.api_keys import add_key
 from router.lifecycle import ServerPhase, ServerState
 from router.middleware.request import RequestMiddleware
+from router.server.responder import OUT
 from router.telemetry.tracing import Telemetry
+from tests.unit.sent_responder import SentResponder
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -50,16 +52,20 @@ class Doorway:
         self, method: str = "POST", path: str = "/generate", **headers: str
     ) -> tuple[int, dict[str, str], bytes]:
         """Return status, headers and body of an answer; an underscore in a header's name stands for a hyphen."""
-        sent: list[Message] = []
-
-        async def send(message: Message) -> None:
-            sent.append(message)
+        out = SentResponder()
 
         async def receive() -> Message:
             raise AssertionError("the body is not to be read")
 
         pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-        scope: dict[str, Any] = {"type": "http", "method": method, "path": path, "headers": pairs, "query_string": b""}
+        scope: dict[str, Any] = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "headers": pairs,
+            "query_string": b"",
+            OUT: out,
+        }
         middleware = RequestMiddleware(
             self.app,
             self.keys,
@@ -69,10 +75,11 @@ class Doorway:
             direct={},
             local_names=self.local_names,
         )
-        await middleware(scope, receive, send)
+        await middleware(scope, receive, out.send)
         assert not self.state.active_requests
-        named = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-        return sent[0]["status"], named, b"".join(message["body"] for message in sent[1:])
+        head, *bodies = out.sent
+        named = {name.decode(): value.decode() for name, value in head["headers"]}
+        return head["status"], named, b"".join(message["body"] for message in bodies)
 
     async def problem(self, *args: str, **headers: str) -> str:
         _, _, body = await self.ask(*args, **headers)
