@@ -38,6 +38,7 @@ from measure import note
 
 from classifier import PromptClass
 from router.policy.losses import Z95, losses
+from router.profiling.checks import RunsCheck
 from router.profiling.client import RouterClient
 from router.profiling.measure_quality import CHARS_PER_TOKEN, Plan, measure
 from router.profiling.profile_files import JOURNAL, keep_quality
@@ -124,7 +125,7 @@ def main() -> None:
 def halves(engines: Engines, limit: int | None) -> tuple[list[Task], list[Task]]:
     """Return the tasks that make the profile, and those held out, shuffled; what is too long or runs code is left out."""
     longest = CHARS_PER_TOKEN * min(settings["max_model_len"] for settings in engines.tiers.values())
-    tasks = [t for t in read_tasks(TASKS) if not t.check.needs_run and len(t.prompt) < longest]
+    tasks = [t for t in read_tasks(TASKS) if not isinstance(t.check, RunsCheck) and len(t.prompt) < longest]
     random.Random(1).shuffle(tasks)
     of = [[task for task in tasks if int(task.digest, 16) % 2 == half][:limit] for half in (0, 1)]
     return of[0], of[1]

@@ -19,6 +19,7 @@ from router.profiling.lm_eval import CLASSES, import_runs, read_classes
 from router.profiling.measure_latency import LatencyPlan, measure_latency
 from router.profiling.measure_quality import Plan, measure
 from router.profiling.profile_files import JOURNAL, keep_latency, keep_quality, only_one
+from router.profiling.run_code import passes
 from router.profiling.tasks import SUITE, TASKS, read_tasks
 from router.settings import load_settings
 from tiers.spec import TierName
@@ -66,12 +67,10 @@ def profile_quality(
         journal=folder / JOURNAL,
         parallel=parallel,
         adapter=adapter,
-        run_code=run_code,
+        runs=passes if run_code else None,
     )
     if run_code:
         log("code that the model writes is run in a sandbox: no network, no files, 2 s and 512 MiB each")
-    elif left_out := sum(task.check.needs_run for task in plan.tasks):
-        log(f"{left_out} tasks are left out: they run code that the model writes, for which --run-code is needed")
 
     async def measured() -> QualityProfile:
         async with _connected(url, config) as client:

@@ -17,11 +17,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from router.policy.profiles import REFERENCE, ProfileError, QualityProfile
+from router.profiling.checks import RunsCheck
 from router.profiling.client import first_of
 from router.profiling.scoring import CHAT, COMPLETIONS, Judged, answer_body, count, score, text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
     from pathlib import Path
 
     from router.policy.losses import Kind
@@ -48,7 +49,7 @@ class Plan:
         adapter: The LoRA adapter that answers on every tier, the reference too; None: the model itself.
         worth: What one more answer of a kind tells about a tier; nothing is asked where it is 0. None: ask everything.
         keep: Takes what is known so far, now and then.
-        run_code: Whether the code of answers is run; tasks that need it are left out otherwise.
+        runs: Runs the code of an answer with a test; None: tasks that need it are left out.
     """
 
     tasks: tuple[Task, ...]
@@ -59,7 +60,7 @@ class Plan:
     adapter: str | None = None
     worth: Callable[[TierName, Kind], float] | None = None
     keep: Callable[[QualityProfile], None] | None = None
-    run_code: bool = False
+    runs: Callable[[str, str], Awaitable[bool]] | None = None
 
 
 async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int], None]) -> QualityProfile:
@@ -195,10 +196,16 @@ class _Run:
                 prompt_class=task.prompt_class,
                 complexity=task.complexity,
                 tier=tier,
-                right=await asyncio.to_thread(task.check.passes, text_of(answer)),
+                right=await self._is_right(task, text_of(answer)),
                 scores=await score(answer, partial(self._ask, COMPLETIONS, REFERENCE)) if diagnosed else None,
             )
         )
+
+    async def _is_right(self, task: Task, text: str) -> bool:
+        check, runs = task.check, self._plan.runs
+        if isinstance(check, RunsCheck) and runs is not None:
+            return await runs(text, check.test)
+        return await asyncio.to_thread(check.passes, text)
 
     async def _ask(self, path: str, tier: TierName, body: Mapping[str, Any]) -> dict[str, Any]:
         async with self._slots[tier]:
@@ -234,7 +241,7 @@ class _Run:
 
 
 def _askable(task: Task, plan: Plan, longest: float) -> bool:
-    return (plan.run_code or not task.check.needs_run) and len(task.prompt) < longest
+    return (plan.runs is not None or not isinstance(task.check, RunsCheck)) and len(task.prompt) / longest < 1
 
 
 def _setting(plan: Plan, fleet: FleetState, tier: TierName) -> str:

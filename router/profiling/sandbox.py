@@ -1,29 +1,20 @@
-"""Runs Python that a model wrote, with a test, in a process that can compute and nothing else.
+"""Run by run_code.py in a process of its own: locks itself in, then runs the code and its test that stdin gives.
 
-``run`` starts this file as that process. It locks itself in and answers "+", or else why it is not locked in; then it runs
-the code and the test, and answers the token that was left in stdin until then. The process imports the standard library
-only, all of it before the lock: from then on no file can be opened.
+Answers "+" once locked in, or else why it is not; after the test, the token that was left in stdin until then.
+It imports the standard library only, all of it before the lock: from then on no file can be opened.
 """
 
 import json
 import os
 import platform
 import resource
-import secrets
-import select
-import signal
 import struct
-import subprocess
 import sys
-import time
-from contextlib import suppress
 from ctypes import CDLL, addressof, c_ulong, create_string_buffer, get_errno
 from importlib import import_module
-from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
-START_S, WALL_S = 30.0, 5.0
 PRELOADED = (
     "__future__ abc array ast base64 bisect calendar cmath collections.abc contextlib copy dataclasses datetime "
     "decimal difflib enum fractions functools hashlib heapq io itertools json math numbers operator queue random re "
@@ -41,58 +32,6 @@ CALLS = (
 MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column of CALLS, name in the kernel's audit
 KILL, ALLOW, DENY = 0x80000000, 0x7FFF0000, 0x00050001  # denied calls fail with EPERM
 LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
-
-
-class NotLockedError(Exception):
-    """The process cannot be locked in; says why."""
-
-
-def run(code: str, test: str, seconds: float = WALL_S) -> bool:
-    """Run code and then a test in its namespace; True if the test comes to its end within seconds of wall time.
-
-    Raises:
-        NotLockedError: The kernel refuses to lock the process in; nothing was run.
-    """
-    token = secrets.token_hex(16).encode()
-    job = json.dumps([code, test]).encode() + b"\n" + token
-    command = [sys.executable, "-I", "-S", "-X", "utf8", __file__]
-    with (
-        TemporaryDirectory(prefix="qarr-run-") as folder,
-        subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=folder,
-            env={},
-            start_new_session=True,
-            bufsize=0,
-        ) as process,
-    ):
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            with suppress(BrokenPipeError):
-                process.stdin.write(job)
-            output = process.stdout.fileno()
-            if (begun := _read(output, 1, START_S)) != b"+":
-                why = (begun + _read(output, 200, 1)).decode(errors="replace") or "the sandbox did not start"
-                raise NotLockedError(why)
-            return _read(output, len(token) + 1, seconds) == token
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def _read(pipe: int, size: int, seconds: float) -> bytes:
-    until, found = time.monotonic() + seconds, b""
-    waiting = select.poll()
-    waiting.register(pipe)
-    while len(found) < size and (left := until - time.monotonic()) > 0 and waiting.poll(left * 1000):
-        if not (chunk := os.read(pipe, size - len(found))):
-            break
-        found += chunk
-    return found
 
 
 def program(machine: str, token: int) -> bytes:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from router.profiling.checks import Check
+from router.profiling.checks import Check, NeedsRun
 from tests.imports import ROOT
 
 READ = TypeAdapter[Any](Check)
@@ -65,6 +66,7 @@ CHECKS: list[tuple[dict[str, Any], dict[str, bool]]] = [
     ({"type": "contains", "all": ["C++", "don't"]}, {"I don’t like\nC++.": True, "C+": False}),
     ({"type": "regex", "pattern": r"^\d{4}-\d\d$"}, {"2024-05": True, "on 2024-05": False}),
     ({"type": "regex", "pattern": "^(?:a|aa)+$"}, {"aaa": True, "a" * 60 + "!": False}),
+    ({"type": "code", "cases": [[[], 3]]}, {"sum([1, 2])": True, "x = 3": True, "1 +": False, "print(3)": False}),
     ({"type": "json", "schema": {"type": "object", "required": ["a"]}, "values": {"/a/0/b~1c": 3}},
      {'{"a": [{"b/c": 3}]}': True, 'Here:\n```json\n{"a": [{"b/c": 3.0}]}\n```': True, 'So {"a": [{"b/c": 3}]}, done [1]': True,
       '{"a": [{"b/c": true}]}': False, '{"a": []}': False, '{"a": 1}': False, "[1]": False, "{'a': 1}": False, "no": False}),
@@ -87,12 +89,61 @@ def test_answers_are_judged(check: dict[str, Any], cases: dict[str, bool]) -> No
     assert {answer: passes(check, answer) for answer in cases} == cases
 
 
+FACTORIAL = "def f(n):\n    '''Doc.'''\n    if not isinstance(n, int):\n        raise ValueError\n    out = 1\n    for i in range(2, n + 1):\n        out *= i\n    return out"
+CODE: list[tuple[str, list[Any], Any, bool]] = [
+    (FACTORIAL, [5], 120, True),
+    (f"Sure:\n```python\n{FACTORIAL}\nprint(f(3))\n```\nIt works.", [5], 120, True),
+    (f"Here it is.\n\n{FACTORIAL}\n\nIt works.", [5], 120, True),
+    ("f = lambda n: 1 if n < 2 else n * f(n - 1)", [5], 120, True),
+    ("`lambda s: s[::-1].upper()`", ["ab"], "BA", True),
+    ("import math\ndef g(x):\n    return math.isqrt(x)\ndef f(x):\n    a, b = g(x), 1\n    return a + b", [10], 4, True),
+    ("def f(w):\n    c = {}\n    for x in w:\n        c[x] = c.get(x, 0) + 1\n    return max(c, key=c.get)", ["abb"], "b", True),
+    ("def f(n):\n    a, b = 0, 1\n    while n:\n        a, b = b, a + b\n        n -= 1\n    return a", [10], 55, True),
+    ("def f(xs):\n    for x in xs:\n        if x < 0:\n            continue\n        if x > 2:\n            break\n    else:\n        return -1\n    return x", [[-1, 3, 4]], 3, True),
+    ("def f(xs):\n    xs.reverse()\n    return [(x, f'{x:.1f}') for x in xs if x]", [[0, 1, 2]], [[2, "2.0"], [1, "1.0"]], True),
+    ("f = lambda xs: {k: sum(1 for x in xs if x == k) for k in set(xs)}", [[1, 1]], {"1": 2}, True),
+    ("def f(a, b=2):\n    return [x * y for x in range(a) for y in range(b)]", [2], [0, 0, 0, 1], True),
+    ("f = lambda x: 0.1 + 0.2", [1], 0.3, True), ("f = lambda x: x == 1", [1], 1, False),
+    ("def g(x): return x", [1], 1, False), ("def f(x): return x + 1", [1], 1, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "args", "expected", "right"), CODE)
+def test_code_is_computed_without_running_it(answer: str, args: list[Any], expected: Any, *, right: bool) -> None:
+    assert passes({"type": "code", "function": "f", "cases": [[args, expected], [args, expected]]}, answer) is right
+
+
 N = 20_000
+LARGE = [
+    "10**10**10", "9**9**9**9", "[0]*10**9", "'a'*10**9", "1<<10**9", "pow(3, 10**9)", "pow(3, 10**5000, 7)", "range(10**30)",
+    "[x for x in range(5000) for y in range(5000)]", "'%1000000000d' % 1", "'%d' % 1", "f'{1:>1000000000}'", "'a'.ljust(10**9)",
+    "'{:>1000000000}'.format(1)", "[*map('a'.ljust, [10**9])]", "'a'.expandtabs(10**9)", "(5).to_bytes(10**9)",
+    "math.factorial(10**8)", "math.comb(10**9, 10**8)", "[*map(math.lcm, range(1, 4000))]", "math.prod([2**7900]*1000)",
+    "(lambda f: f(f))(lambda f: f(f))", "int('9' * 4500)", "().__class__.__bases__", "''.join.__self__", "f'{1!r:{2}}'",
+    "__import__('os').getcwd()", "open('/etc/passwd')", "math.__loader__", "[].__len__()", "eval('1')", "str(len)[0].format",
+]  # fmt: skip
+ENDLESS = [
+    "while True: pass", "f()", "x = 3\n    while x: x *= x", "x = 'a'\n    while x: x += x",
+    "a = [1]\n    for x in a: a.append(x)", "a = [1]\n    while a: a[0:0] = a", "a = [0]\n    a.append(a)\n    a",
+    "a = [0]\n    [*map(a.extend, [a] * 24)]", "import os\n    os.getcwd()", "a = [1]\n" + "    a = [a, a]\n" * 500,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", LARGE + [f"def f():\n    {body}" for body in ENDLESS])
+def test_code_that_is_large_endless_or_reaches_out_is_not_computed(answer: str) -> None:
+    """Where it were computed, the whole would be None, as expected; nothing large is made on the way."""
+    whole = f"{answer}\n    return None" if answer.startswith("def") else f"[{answer}] and None"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert not passes({"type": "code", "cases": [[[], None]]}, whole)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB
+
+
 EVERY = [
     {"type": "number", "value": -77.25}, {"type": "choice", "value": "Qq", "options": ["Qq", "A", "I"]},
     {"type": "exact", "values": ["Zq"]}, {"type": "contains", "all": ["Zq"], "any": ["b"]}, {"type": "regex", "pattern": "Zq.*Zq"},
     {"type": "json", "schema": {"pattern": "^(a+)+$"}, "values": {"/a/0": "Zq"}},
     {"type": "constraints", "sentences": 777, "starts_with": "Zq", "ends_with": "q", "paragraphs": 1},
+    {"type": "code", "function": "zq", "cases": [[[1], 2]]},
 ]  # fmt: skip
 NASTY = [
     *(piece * (N // len(piece)) for piece in (
@@ -101,7 +152,7 @@ NASTY = [
         "'", "\\\n", "@", "if 1:\n ", '"', "«", "\u0301", "1/", "1 1/", "1{,}", "²", "٣", "\u2028", "<", "-1", "\\text{",
     )),
     "[" * 900 + "]" * 900, "(" * 150 + "1" + ")" * 150, "a" * 5000 + "!", '"' + "a" * 5000 + '!"', '{"a": 1e999}', '{"a": ["\\ud800"]}',
-    "9" * 5000, "1/" + "9" * 400, "1e999/1e999", "```python\ndef zq(",
+    "9" * 5000, "1/" + "9" * 400, "1e999/1e999", "def zq(x):\n    return '\ud800'", "```python\ndef zq(",
 ]  # fmt: skip
 
 
@@ -119,11 +170,16 @@ def test_no_answer_raises_or_hangs(check: dict[str, Any]) -> None:
     any_text()
 
 
+def test_a_test_is_not_run_here() -> None:
+    with pytest.raises(NeedsRun):
+        passes({"type": "runs", "test": "assert f(2) == 4"}, "def f(x): return 2 * x")
+
+
 BAD = [
     {"type": "number", "value": "Infinity"}, {"type": "choice", "value": "E", "options": ["A", "B"]}, {"type": "exact", "values": []},
     {"type": "contains"}, {"type": "regex", "pattern": "("}, {"type": "json", "schema": {"type": "text"}},
     {"type": "json", "schema": {"$ref": (ROOT / "tiers/sizing/prices.json").as_uri()}}, {"type": "json", "values": {"a": 1}}, {"type": "constraints"},
-    {"type": "code", "function": "f()", "cases": [[[], 1]]}, {"type": "exact", "values": ["a"], "more": 1},
+    {"type": "code", "cases": []}, {"type": "exact", "values": ["a"], "more": 1},
 ]  # fmt: skip
 
 

@@ -159,13 +159,17 @@ async def test_what_decisions_depend_on_is_asked_first_and_the_rest_not_at_all(t
 async def test_code_is_run_only_if_that_is_asked_for(tmp_path: Path) -> None:
     """Else tasks that need it are left out, as are those that are too long for a tier."""
     ran = task("two", {"type": "runs", "test": "assert f(2) == 4"})
+    seen: list[tuple[str, str]] = []
+
+    async def runs(answer: str, test: str) -> bool:
+        seen.append((answer, test))
+        return False
+
     async with connected(tmp_path) as (stack, client):
-        for engine in stack.engines.values():
-            engine.answer = ("def f(x): return 2 * x",)
         profile = await measured(client, tmp_path, (ran, task("long " * 5000)), diagnosed=0)
         assert (profile.counts, sum(asked(stack).values())) == ((), 0)
-        profile = await measured(client, tmp_path, (ran,), diagnosed=0, run_code=True)
-        assert {tuple(count.flips) for count in profile.counts} == {(1, 0, 0)}
+        await measured(client, tmp_path, (ran,), diagnosed=0, runs=runs)
+        assert seen == [("The capital of France is Paris.", "assert f(2) == 4")] * 2
 
 
 @pytest.mark.anyio

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
 import tempfile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
-from router.profiling.checks import CodeCheck, RunsCheck, code_of
-from router.profiling.sandbox import run
+from router.profiling.run_code import code_of, passes, run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,22 +51,7 @@ def test_code_is_found_in_an_answer(answer: str, code: str) -> None:
     [(f"Here:\n```python\n{SOLVED}```", True), (SOLVED.replace("2", "3"), False), ("def f(x:", False), (LATE, True)],
 )
 def test_the_test_decides(answer: str, *, passed: bool) -> None:
-    assert RunsCheck(type="runs", test=TEST).passes(answer) is passed
-
-
-@pytest.mark.parametrize(
-    ("answer", "args", "expected", "right"),
-    [
-        ("Sure:\n```python\ndef f(n):\n    return [(x, x / 10) for x in range(n)]\n```", [2], [[0, 0], [1, 0.1]], True),
-        ("f = lambda xs: {k: xs.count(k) for k in xs}", [[1, 1]], {"1": 2}, True),
-        ("f = lambda x: 0.1 + 0.2", [1], 0.3, True),
-        ("f = lambda x: x == 1", [1], 1, False),
-        ("def g(x): return x", [1], 1, False),
-    ],
-)
-def test_expected_values_are_compared_as_json(answer: str, args: list[Any], expected: Any, *, right: bool) -> None:
-    check = CodeCheck(type="code", function="f", cases=((args, expected), (args, expected)))
-    assert check.passes(answer) is right
+    assert asyncio.run(passes(answer, TEST)) is passed
 
 
 @pytest.mark.parametrize(
@@ -135,8 +120,7 @@ def test_nothing_is_left_of_what_is_killed(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_nothing_runs_where_the_lock_is_not_known() -> None:
-    other = "import ctypes; ctypes.CDLL(None).personality(8); from router.profiling.checks import RunsCheck as Check; "
-    command = [sys.executable, "-c", f"{other}Check(type='runs', test='1').passes('1')"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    for part in ("ProfileError: code is not run", "no list of system calls", "leave out --run-code"):
-        assert part in done.stderr
+    other = "import ctypes; ctypes.CDLL(None).personality(8); from router.profiling.run_code import run; run('', '')"
+    done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=False)
+    assert "ProfileError: code is not run" in done.stderr
+    assert "no list of system calls" in done.stderr
