@@ -261,7 +261,6 @@ def _wire(
     redis_url, database = settings.state.redis_url.get_secret_value(), Database(settings.budgets.file)
     policy = PolicyStore(settings.policy, fleet)
     reservations = Reservations(ledger_of(settings, database), settings.budgets)
-    registry.observers.append(lambda r: policy.served(r.decision, r.served.tier))
     upstream = Upstream(fleet, EngineTransport(LEAST_REQUESTS), settings.upstream, telemetry, policy)
     upstream.fit()
     fleet.on_members = upstream.fit

@@ -129,7 +129,7 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        return len(self._lines)
+        return self._lines.count
 
     def waiting_for(self, tier: TierName) -> int:
         """Return the number of waiting requests that a tier could serve."""
@@ -148,7 +148,7 @@ class Admission:
         """
         if decision.tier is None and (decision.refusal is not Refusal.AT_CAPACITY or not self._options.max_waiting):
             raise Refused(decision)
-        if not self._lines:
+        if not self._lines.count:
             admitted = self._take_slot(decision, key_id, 0.0)
             if admitted is not None:
                 return admitted
@@ -212,7 +212,7 @@ class Admission:
         wait_s = self._expected_wait_s(entry)
         if entry.since + wait_s > entry.until:
             raise _refused(entry, f"its turn is expected in {wait_s:.1f} s, too late", wait_s)
-        if len(self._lines) > self._options.max_waiting:
+        if self._lines.count > self._options.max_waiting:
             last = self._lines.last()
             why = f"{self._options.max_waiting} requests are waiting already"
             refused = _refused(last, why, self._expected_wait_s(last))
@@ -247,7 +247,7 @@ class Admission:
 
     def _schedule(self) -> None:
         """Examine the queue soon: several slots may become free together."""
-        if self._lines and not self._scheduled:
+        if self._lines.count and not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._dispatch)
 

@@ -142,6 +142,10 @@ class Pipeline:
             finally:
                 self.registry.end(active, error)
                 error = None  # its trace leads here
+                within = active.answer is not None and active.answer.overflow is None
+                self.policy.served(
+                    active.decision, active.answer.tier if active.answer is not None and within else None
+                )
 
     async def _open(self, active: ActiveRequest, grant: Grant, asked: EngineRequest, call: Call) -> None:
         decision, caller, sent_at = active.decision, active.context.caller, time.monotonic()
@@ -200,7 +204,8 @@ class Pipeline:
                 await answer.aclose(error or answer.error)
         finally:
             try:
-                self.overflow.ended(active, error)
+                if active.diverted is not None:
+                    self.overflow.ended(active, error)
                 if grant.budget is not None:
                     cost = self.charging.pricing.cost(active.decision, active.usage)
                     active.cost = grant.cost = cost.at_most(grant.budget.hold.reserved)

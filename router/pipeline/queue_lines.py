@@ -66,19 +66,20 @@ class _Line(Generic[E]):
 
 
 class Lines(Generic[E]):
-    """All waiting requests. A change of ``held``, the slots that each key holds, changes the order."""
+    """All waiting requests. A change of ``held``, the slots that each key holds, changes the order.
+
+    Attributes:
+        count: Of all of them.
+    """
 
     def __init__(self, held: Mapping[str, int]) -> None:
         self._held = held
         self._lines: dict[tuple[frozenset[TierName], bool, int], _Line[E]] = {}
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
+        self.count = 0
 
     def add(self, entry: E) -> None:
         self._lines.setdefault(_kind(entry), _Line(entry.tiers)).add(entry)
-        self._count += 1
+        self.count += 1
 
     def remove(self, entry: E) -> None:
         """Take a request out, unless it is out already."""
@@ -87,7 +88,7 @@ class Lines(Generic[E]):
         if line is None or entry not in line.arrived:
             return
         line.remove(entry)
-        self._count -= 1
+        self.count -= 1
         if not line.arrived:
             del self._lines[kind]
 

@@ -84,7 +84,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     bounds: ClassVar[ServerSettings]
     refusal: ClassVar[Refusal]
     untaken: ClassVar[dict[LimitedHttpProtocol, None]] = {}  # with much that was not taken, the longest first
-    _part = 0  # heads have even numbers, bodies odd ones
+    _part = 0  # number of the head or body that comes
+    _in_body = False
     _fed = 0  # bytes of this part, of reads that held nothing else
     _crowded = False  # one connection too many
     _leaving = False  # the rest that the client sends is discarded
@@ -173,6 +174,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return
         bounds = self.bounds
         self._part += 1
+        self._in_body = True
         self._settle()
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > bounds.max_header_bytes or len(self.headers) > MAX_HEADERS:
@@ -198,6 +200,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return
         super().on_message_complete()
         self._part += 1
+        self._in_body = False
         self._settle()
 
     def on_response_complete(self) -> None:
@@ -240,10 +243,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 del self.headers[number]
             self.headers.append((b"host", authority.rpartition(b"@")[2]))
         return True
-
-    @property
-    def _in_body(self) -> bool:
-        return bool(self._part % 2)
 
     def _expect(self) -> None:
         """Set the deadline of the part that the client sends, unless it is set."""

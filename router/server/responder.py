@@ -96,10 +96,10 @@ class Responder:
                 if self.early:
                     return
             self.begun, self.status = True, message["status"]
-            headers = message.get("headers", ())
-            self.streams = any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers)
+            media_type = dict(message.get("headers", ())).get(b"content-type", b"")
+            self.streams = media_type.startswith(b"text/event-stream")
             if self._server_state is not None and self._server_state.state is not ServerPhase.OPEN:
-                others = [(name, value) for name, value in headers if name != b"connection"]
+                others = [(name, value) for name, value in message.get("headers", ()) if name != b"connection"]
                 message = {**message, "headers": [*others, (b"connection", b"close")]}
         await self._outer(message)
 
@@ -128,7 +128,8 @@ class Responder:
 
     def forget(self) -> None:
         """Forget what leads from a request that has ended back to it."""
-        self.stop_waiting()
+        if self._timer is not None:
+            self.stop_waiting()
         self._task = self._outer = None
 
     def feed(self, events: Sequence[bytes]) -> bool:

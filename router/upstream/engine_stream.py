@@ -214,16 +214,17 @@ class EngineStream(EngineAnswer):
         self._parser = EventParser(request.answers)
         self._held: list[Chunk] = []  # nobody has taken them yet
         self._out: Feed | None = None
+        self._shown = False  # that the engine computes
         self._failures: list[Exception] = []  # of who takes them
 
     async def begin(self) -> None:
         """Read up to the first chunk that shows something."""
         await self._read()
-        held = self._held
-        shown = any(chunk.visible for chunk in held)
-        if not shown or self.progress is None or not _continuable(held):  # nothing was sent: another can still answer
+        progress = self.progress
+        # Until something was sent another can answer; afterwards one can go on with text alone, from the prompt's ids.
+        if not self._shown or progress is None or not (progress.prompt_ids and progress.resumable):
             self._parser.check()
-        if not shown:
+        if not self._shown:
             raise EngineBroke("the engine's answer was empty")
         attempt = self._attempt
         self._body.limit_reads(attempt.token_timeout_s)
@@ -301,12 +302,13 @@ class EngineStream(EngineAnswer):
             if progress is not None and chunk.choice:
                 progress.note(chunk)
             tokens += len(chunk.token_ids) or bool(chunk.text or chunk.other or chunk.finish_reason)
+            self._shown = self._shown or chunk.visible
             self.finish_reason = chunk.finish_reason or self.finish_reason
         if tokens and not self.usage:
             self.output_tokens += tokens
         if self._out is None:  # nobody takes it yet
             self._held += chunks
-            return not (parser.ended or any(chunk.visible for chunk in chunks))
+            return not (parser.ended or self._shown)
         if not chunks:
             return not parser.ended
         if tokens:
@@ -337,11 +339,6 @@ class EngineStream(EngineAnswer):
         if self._wants_usage and not self.usage:
             raise type(broken)(str(broken))  # nobody knows the counts
         self.complete = True
-
-
-def _continuable(chunks: Sequence[Chunk]) -> bool:
-    """Tell whether another engine could go on after an answer's first chunks: the prompt's ids are there, and only text."""
-    return any(chunk.prompt_ids for chunk in chunks) and not any(chunk.other for chunk in chunks)
 
 
 class BufferedAnswer(EngineAnswer):

@@ -86,4 +86,4 @@ def test_who_leaves_leaves_nothing() -> None:
         lines.add(each)
     for each in waiting + waiting:
         lines.remove(each)
-    assert (len(lines), lines.first(()), lines.waiting_for(FAST)) == (0, None, 0)
+    assert (lines.count, lines.first(()), lines.waiting_for(FAST)) == (0, None, 0)
