@@ -12,8 +12,10 @@ import httpx
 import pytest
 
 from classifier import EstimatingCounter
+from router.api.problems import refusal
 from router.app import wire_router
 from router.auth.access import KeyStore
+from router.server.http_protocol import protocol_for
 from router.settings import load_settings
 from router.telemetry.tracing import Telemetry
 from tests.fakes.engine import serving
@@ -198,7 +200,7 @@ async def test_the_command_operates_on_a_fleet(tmp_path: Path, monkeypatch: pyte
             settings, own.fleet, EstimatingCounter(), Telemetry(None), "fake", keys=KeyStore(settings.auth.keys_file),
             operations=own.supervisor.operations,
         ).app  # fmt: skip
-        async with serving(app) as url:
+        async with serving(app, http=protocol_for(settings.server, refusal)) as url:
 
             async def tiers(*args: str) -> subprocess.CompletedProcess[str]:
                 return await asyncio.to_thread(
@@ -229,7 +231,8 @@ async def test_requests_are_served_while_an_engine_is_recycled(tmp_path: Path, m
             settings, own.fleet, EstimatingCounter(), Telemetry(None), "fake", keys=KeyStore(settings.auth.keys_file)
         ).app
         answers: list[tuple[int, bool]] = []
-        async with serving(app) as url, httpx.AsyncClient(timeout=20, trust_env=False) as client:
+        served = serving(app, http=protocol_for(settings.server, refusal))
+        async with served as url, httpx.AsyncClient(timeout=20, trust_env=False) as client:
             stop = False
 
             async def ask() -> None:
