@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from classifier import ModelTokenCounter
+from router.api.problems import refusal
 from router.app import wire_router
 from router.auth.access import KeyStore
+from router.server.http_protocol import protocol_for
 from router.telemetry.tracing import Telemetry
 from tests.fakes.engine import serving
 from tests.turned import turned
@@ -54,5 +56,5 @@ async def real_router(
     app = wire_router(
         settings, fleet, counter, Telemetry(None), "smollm2-135m-instruct", keys=KeyStore(folder / "none")
     ).app
-    async with serving(app) as url:
+    async with serving(app, http=protocol_for(settings.server, refusal)) as url:
         yield url, fleet

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from router.api.named_events import APIS
 from router.api.paths import MESSAGES, RESPONSES
+from router.upstream.named_events import MESSAGE_FORMAT, RESPONSE_FORMAT
 from router.upstream.sse import COMPLETION_FORMAT
 from tests.fakes.engine import FakeEngine, serving
 from tiers.checkpoints.precision import root_precision
@@ -114,7 +114,7 @@ async def _named(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
     answer = await client.post(path, json=body)
     if not body["stream"]:
         return _members(answer.json())
-    events, usual = answer.text.split("\n\n")[:-1], APIS[path].answers.usual
+    events, usual = answer.text.split("\n\n")[:-1], {MESSAGES: MESSAGE_FORMAT, RESPONSES: RESPONSE_FORMAT}[path].usual
     seen: list[Any] = []
     for event in events:
         name, data = (line.partition(": ")[2] for line in event.split("\n"))
