@@ -46,12 +46,8 @@ async def real_router(
         )
         fleet.specs = (*fleet.specs, spec)
         counter = counter or ModelTokenCounter.from_file(Path(tier["checkpoint"]) / "tokenizer.json")
-        fleet.add(
-            Replica(
-                id=f"{name}-0", spec=spec, url=replica["url"], api_key=engine_keys[name], model="smollm2-135m-instruct",
-                state=ReplicaStatus.READY,
-            )
-        )  # fmt: skip
+        where = replica["url"], engine_keys[name], "smollm2-135m-instruct"
+        fleet.add(Replica(f"{name}-0", spec, *where, status=ReplicaStatus.READY))
     fleet.note_template(TemplateTokens(alone=30, with_system=10, further_pair=10))
     app = wire_router(
         settings, fleet, counter, Telemetry(None), "smollm2-135m-instruct", keys=KeyStore(folder / "none")
