@@ -111,7 +111,7 @@ def _round(running: Router, engines: Engines, seed: int, *, auto: bool) -> list[
     """Send one round's requests, and return their pairs."""
     plan, phases = _plan(seed)
     tiers = random.Random(seed)
-    asked = ["auto" if auto else tiers.choice(list(engines.urls)).value for _ in plan]
+    asked = ["auto" if auto else tiers.choice(list(engines.urls)) for _ in plan]
     answers = asyncio.run(send(running.url, plan, lambda index, _: {"model": asked[index]}, "p", progress=_progress))
     failed = [answer.error for answer in answers if answer.error]
     print(f"round {seed + 1}: {len(plan)} requests, {len(failed)} failed", flush=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.routing import Route as Endpoint
+from starlette.routing import Route
 
 from router.accounting.charging import Charging
 from router.accounting.database import Database
@@ -25,7 +25,7 @@ from router.api.admin import Admin, reload_route
 from router.api.asgi import ClientGone, context_of
 from router.api.bodies import Rules, health_of, json_response, render_fleet, render_preparing
 from router.api.endpoint import Answering, Service
-from router.api.generate import GENERATE, Route
+from router.api.generate import GENERATE, DecisionAlone
 from router.api.models import ModelEndpoints, Models
 from router.api.named_events import NAMED_EVENT_ENDPOINTS, stored_response
 from router.api.openai import COMPLETION_ENDPOINTS
@@ -129,7 +129,7 @@ def wire_router(
     streams = ResumableStreams(settings.server)
     routes = [
         *LiveEndpoints(pipeline, wired.evaluation, live, settings.telemetry).routes(),
-        Endpoint("/metrics", metrics.answer),
+        Route("/metrics", metrics.answer),
         *UsageEndpoint(wired.database, pipeline.charging, keys).routes(),
     ]
     if reloads is not None:
@@ -162,7 +162,7 @@ class _Parts:
     keys: KeyStore
     streams: ResumableStreams
     operations: Operations | None
-    routes: list[Endpoint]
+    routes: list[Route]
     lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]]
     tls: Tls | None
 
@@ -178,8 +178,8 @@ def _served(parts: _Parts, settings: Settings) -> tuple[ASGIApp, dict[str, ASGIA
     answering = (GENERATE, *COMPLETION_ENDPOINTS, *NAMED_EVENT_ENDPOINTS)
     direct: dict[str, ASGIApp] = {each.path: Answering(each, service) for each in answering}
     routes = [
-        Endpoint(PAGE, Page(settings.server, parts.keys).answer),
-        *(Endpoint(path, served, methods=["POST"]) for path, served in direct.items()),
+        Route(PAGE, Page(settings.server, parts.keys).answer),
+        *(Route(path, served, methods=["POST"]) for path, served in direct.items()),
         *_routes(wired, service, status),
         *parts.routes,
         *admin,
@@ -351,26 +351,26 @@ def _lifespan(
     return lifespan
 
 
-def _routes(wired: _Wired, service: Service, status: Status) -> list[Endpoint]:
+def _routes(wired: _Wired, service: Service, status: Status) -> list[Route]:
     pipeline, settings = service.pipeline, service.settings
     models = Models(pipeline.fleet, settings.openai, wired.about["model"], int(time.time()))
     small = Passthrough(wired.upstream, pipeline.quotas, pipeline.fleet, settings)
     return [
-        Endpoint("/route", Route(service), methods=["POST"]),
-        Endpoint(EMBEDDINGS, Embeddings(small), methods=["POST"]),
-        Endpoint("/v1/models", models, methods=["GET"]),
-        Endpoint(
+        Route("/route", DecisionAlone(service), methods=["POST"]),
+        Route(EMBEDDINGS, Embeddings(small), methods=["POST"]),
+        Route("/v1/models", models, methods=["GET"]),
+        Route(
             "/v1/models/{id:path}/endpoints", ModelEndpoints(models, pipeline.admission.waiting_for), methods=["GET"]
         ),
-        Endpoint("/v1/models/{id:path}", models, methods=["GET"]),
-        Endpoint(f"{RESPONSES}/{{id}}", stored_response, methods=["GET", "DELETE"]),
-        Endpoint(f"{RESPONSES}/{{id}}/cancel", stored_response, methods=["POST"]),
-        *(Endpoint(path, Tokens(small, path), methods=["POST"]) for path in ("/tokenize", "/detokenize", COUNT_TOKENS)),
-        Endpoint("/tiers", status.tiers),
-        Endpoint("/readyz", status.readyz),
-        Endpoint("/healthz", status.healthz),
-        Endpoint("/health", status.health),
-        Endpoint("/openapi.json", status.openapi),
+        Route("/v1/models/{id:path}", models, methods=["GET"]),
+        Route(f"{RESPONSES}/{{id}}", stored_response, methods=["GET", "DELETE"]),
+        Route(f"{RESPONSES}/{{id}}/cancel", stored_response, methods=["POST"]),
+        *(Route(path, Tokens(small, path), methods=["POST"]) for path in ("/tokenize", "/detokenize", COUNT_TOKENS)),
+        Route("/tiers", status.tiers),
+        Route("/readyz", status.readyz),
+        Route("/healthz", status.healthz),
+        Route("/health", status.health),
+        Route("/openapi.json", status.openapi),
     ]
 
 

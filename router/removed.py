@@ -44,7 +44,7 @@ SETTINGS: dict[str, Removed] = {
         refused=False,
     ),
     "telemetry.recent_traces": Removed(
-        "every ended request that is kept has its trace: telemetry.recent_requests says how many", refused=False
+        "each of the last ended requests has its trace, and so has each of the last that went badly", refused=False
     ),
     "tiers.*.max_num_batched_tokens": Removed("give --max-num-batched-tokens in the tier's engine_args", refused=False),
     "upstream.hedge": Removed("late first tokens are no longer asked of a second tier", refused=False),
@@ -58,10 +58,8 @@ SETTINGS |= dict.fromkeys(
             "admission": "adaptive_limit affinity kv_close kv_open long_prompt_tokens oldest_every",
             "budgets": "keep_days",
             "engine": "canary_max_slowdown min_prefix_hit_rate restart_window_s slow_factor slow_s stop_grace_s "
-            "unreachable_s warmup_question",
+            "unreachable_s",
             "jwt": "keep_s leeway_s refresh_s",
-            "limits": "default_temperature max_sequences",
-            "model": "calibration_tokens group_size",
             "overflow": "first_token_timeout_s",
             "policy": "negligible_loss sla_confidence",
             "profile": "idle_s latency_s live",
@@ -76,6 +74,12 @@ SETTINGS |= dict.fromkeys(
     ),
     FIXED,
 )
+SETTINGS |= {
+    "engine.warmup_question": Removed("the question is fixed; remove engine.warmup_expected as well", refused=True),
+    "limits.default_temperature": Removed("0.7, unless a request has a temperature of its own", refused=True),
+    "limits.max_sequences": Removed("a request may ask for 1,024 answers", refused=True),
+    **dict.fromkeys(("model.calibration_tokens", "model.group_size"), FIXED._replace(refused=True)),
+}
 # By the command's name: what to use.
 COMMANDS: dict[str, str] = {
     "mirror": MIRROR,
@@ -91,9 +95,9 @@ OPTIONS: dict[str, str] = {
 
 def removed_setting(key: str) -> Removed | None:
     """Return what became of a setting or its section, such as ``server.workers``; None: it was never there."""
-    section, _, name = key.partition(".")
-    if section == "tiers":
-        key = f"tiers.*.{name.rpartition('.')[2]}"
+    section, *names = key.split(".")
+    if section == "tiers" and len(names) == 2:  # noqa: PLR2004  a tier's own, and not what such a setting holds
+        key = f"tiers.*.{names[1]}"
     return SETTINGS.get(key) or SETTINGS.get(section)
 
 

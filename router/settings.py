@@ -56,7 +56,7 @@ _SERVICE_LINK = re.compile(
     r"|PORT_\d+_[A-Z]+_(PROTO=[a-z]+|PORT=\d+|ADDR=[\da-f.:]+))"
 )
 _SECRET = re.compile(
-    r"state\.redis_url|(engine|overflow)\.api_key|tiers\.[^.]+\.env(\..*)?"
+    r"state\.redis_url|(engine|overflow)\.api_key|tiers\.[^.]+(\.env(\..*)?)?"
 )  # never shown, not even in an error
 _PASSWORD = re.compile(r"//[^/\s]*@")
 

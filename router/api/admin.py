@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from starlette.routing import Route as Endpoint
+from starlette.routing import Route
 
 from router.api.asgi import context_of, read_body
 from router.api.bodies import json_response, parse_adapter, parse_remove, parse_replica
@@ -41,14 +41,14 @@ class Admin:
     def __init__(self, operations: Operations, keys: KeyStore, rules: Rules) -> None:
         self._operations, self._keys, self._rules = operations, keys, rules
 
-    def routes(self) -> list[Endpoint]:
+    def routes(self) -> list[Route]:
         return [
-            Endpoint(ALL_REPLICAS, self._add, methods=["POST"]),
-            *(Endpoint(f"{REPLICAS}/{kind}", self._operate(kind), methods=["POST"]) for kind in KINDS),
-            Endpoint(OPERATIONS, self._list, methods=["GET"]),
-            Endpoint(OPERATIONS + "/{id}", self._one, methods=["GET"]),
-            Endpoint(ADAPTERS, self._load, methods=["POST"]),
-            Endpoint(ADAPTERS + "/{name:path}", self._unload, methods=["DELETE"]),
+            Route(ALL_REPLICAS, self._add, methods=["POST"]),
+            *(Route(f"{REPLICAS}/{kind}", self._operate(kind), methods=["POST"]) for kind in KINDS),
+            Route(OPERATIONS, self._list, methods=["GET"]),
+            Route(OPERATIONS + "/{id}", self._one, methods=["GET"]),
+            Route(ADAPTERS, self._load, methods=["POST"]),
+            Route(ADAPTERS + "/{name:path}", self._unload, methods=["DELETE"]),
         ]
 
     def _operate(self, kind: Kind) -> Callable[[Request], Awaitable[Response]]:
@@ -87,7 +87,7 @@ class Admin:
         return json_response(_rendered(name, await self._operations.adapters.unload(name)))
 
 
-def reload_route(reloads: Reloads, keys: KeyStore) -> Endpoint:
+def reload_route(reloads: Reloads, keys: KeyStore) -> Route:
     """Return the route at which the router reads its settings again."""
 
     async def reload(request: Request) -> Response:
@@ -96,7 +96,7 @@ def reload_route(reloads: Reloads, keys: KeyStore) -> Endpoint:
         changed = [{"setting": change.key, "before": change.before, "after": change.after} for change in found]
         return json_response({"changed": changed})
 
-    return Endpoint(RELOAD, reload, methods=["POST"])
+    return Route(RELOAD, reload, methods=["POST"])
 
 
 def check_admin(request: Request, keys: KeyStore) -> None:

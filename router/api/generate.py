@@ -329,7 +329,7 @@ GENERATE = Endpoint("/generate", parse, _encoder, _whole, resumes=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class DecisionAlone:
     """The endpoint ``POST /route``: the decision, without generating."""
 
     service: Service

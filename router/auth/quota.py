@@ -422,9 +422,9 @@ class RedisLedger:
         seconds, microseconds = await self._redis.time()
         until = seconds + microseconds / 1e6 + LEASE_S
         async with self._redis.pipeline(transaction=False) as pipe:
-            for slot, key_id in slots.items():
+            for key_id in set(slots.values()):
                 _, name = _names(key_id)
-                pipe.zadd(name, {slot: until}, xx=True)
+                pipe.zadd(name, {slot: until for slot, owner in slots.items() if owner == key_id}, xx=True)
                 pipe.expire(name, LEASE_S)
             await pipe.execute()
 

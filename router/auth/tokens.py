@@ -73,7 +73,7 @@ class Tokens:
     def __init__(self, settings: JwtSettings, now: Callable[[], float] = time.monotonic) -> None:
         self.settings, self._now = settings, now
         self._url = settings.jwks if "://" in settings.jwks else None
-        self._document = b""
+        self._document: bytes | None = None  # that the keys are from
         self._signers: dict[str | None, Signer] = {}
         self._read_at: float | None = None  # when the keys were last read, by the monotonic clock
         self._tried_at: float | None = None

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import httpx
@@ -59,6 +60,8 @@ def top(
         signal.signal(number, signal.default_int_handler)
     console, trouble, seen = Console(highlight=False, markup=False), "connecting ...", None
     try:
+        with suppress(httpx.InvalidURL):
+            router.http  # noqa: B018  it says which router, which the screen would hide
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
-from starlette.routing import Route as Endpoint
+from starlette.routing import Route
 
 from router.api.asgi import body_message, cancel_on_disconnect, context_of, start_message
 from router.api.bodies import json_response, render_fleet, scope_of
@@ -279,13 +279,13 @@ class LiveEndpoints:
     ) -> None:
         self._pipeline, self._evaluation, self._live, self._settings = pipeline, evaluation, live, settings
 
-    def routes(self) -> list[Endpoint]:
+    def routes(self) -> list[Route]:
         return [
-            Endpoint("/live", self._live, methods=["GET"]),
-            Endpoint("/requests", self._listed, methods=["GET"]),
-            Endpoint("/traces", self._listed, methods=["GET"]),
-            Endpoint("/traces/{trace_id}", self._trace, methods=["GET"]),
-            Endpoint("/policy", self._policy, methods=["GET"]),
+            Route("/live", self._live, methods=["GET"]),
+            Route("/requests", self._listed, methods=["GET"]),
+            Route("/traces", self._listed, methods=["GET"]),
+            Route("/traces/{trace_id}", self._trace, methods=["GET"]),
+            Route("/policy", self._policy, methods=["GET"]),
         ]
 
     async def _listed(self, request: Request) -> Response:

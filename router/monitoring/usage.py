@@ -13,7 +13,7 @@ from prometheus_client import Counter
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
-from starlette.routing import Route as Endpoint
+from starlette.routing import Route
 
 from router.accounting.budgets import BudgetUnknown
 from router.accounting.usage import day_of, read_usage, render_row, used_budgets
@@ -125,8 +125,8 @@ class UsageEndpoint:
     def __init__(self, database: Database, charging: Charging, keys: KeyStore) -> None:
         self._database, self._charging, self._keys = database, charging, keys
 
-    def routes(self) -> list[Endpoint]:
-        return [Endpoint("/usage", self.answer, methods=["GET"])]
+    def routes(self) -> list[Route]:
+        return [Route("/usage", self.answer, methods=["GET"])]
 
     async def answer(self, request: Request) -> Response:
         """Answer with how far budgets are used, and what was used on each day from ``from`` to ``to``.

@@ -6,6 +6,7 @@ import asyncio
 import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Protocol
 
 from router.accounting.charging import usage_of
@@ -16,7 +17,7 @@ from router.pipeline.request import MAX_COUNT
 from router.policy.decide import decide, within_context
 from router.policy.decision import Refusal, Refused
 from router.telemetry.record import JOURNEY, Journey, TierUsage
-from router.telemetry.tracing import random_hex, server_span
+from router.telemetry.tracing import server_span
 from router.upstream.engine_stream import EngineStream
 from router.upstream.errors import EngineTooSlow
 from tiers.spec import TierName, in_order
@@ -60,7 +61,7 @@ class Pipeline:
     """Decides and serves. Wired once, in ``wire_router``.
 
     Attributes:
-        failover: Opens answers.
+        failover: Continues answers whose engine fails.
         overflow: Answers requests that no tier has a slot for, where it may.
         decisions: The decision log; None: none is written.
         prompt_observer: None: no prompt is sampled.
@@ -89,13 +90,11 @@ class Pipeline:
             serve: Whether it is to be served; a decision that is only asked for leaves no record.
 
         Raises:
-            BeyondKey: The caller's key refuses the hinted tier.
+            BeyondKey: The caller's key refuses the hinted tier; where it does not refuse, the policy lowers the hint.
         """
         caller, hint = call.context.caller, call.options.hint
         if caller.over == "refuse" and hint is not None and caller.tiers is not None and hint not in caller.tiers:
-            raise BeyondKey(
-                call.options.hint_field, hint, ", ".join(in_order(caller.tiers))
-            )  # else the policy lowers it
+            raise BeyondKey(call.options.hint_field, hint, ", ".join(in_order(caller.tiers)))
         if self.fleet.preempt is not None:
             self.fleet.preempt()
         began = time.monotonic()
@@ -142,10 +141,9 @@ class Pipeline:
             finally:
                 self.registry.end(active, error)
                 error = None  # its trace leads here
-                within = active.answer is not None and active.answer.overflow is None
-                self.policy.served(
-                    active.decision, active.answer.tier if active.answer is not None and within else None
-                )
+                answer = active.answer
+                by = None if answer is None or answer.overflow is not None else answer.tier
+                self.policy.served(active.decision, by)
 
     async def _open(self, active: ActiveRequest, grant: Grant, asked: EngineRequest, call: Call) -> None:
         decision, caller, sent_at = active.decision, active.context.caller, time.monotonic()
@@ -214,5 +212,8 @@ class Pipeline:
 
 
 def engine_request_id(context: RequestContext) -> str:
-    """Return an id that is unique even if callers repeat theirs: an engine mixes up requests with the same id."""
-    return f"{context.request_id}-{random_hex(8)}"
+    """Return an id that is unique even if callers repeat theirs: an engine mixes up requests with the same id.
+
+    Large bodies are parsed in threads, which ``random_hex`` must not be called from.
+    """
+    return f"{context.request_id}-{token_hex(4)}"

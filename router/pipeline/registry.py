@@ -22,6 +22,7 @@ from router.policy.decision import Refused
 from router.telemetry.logs import log as request_lines
 from router.telemetry.logs import log_request
 from router.telemetry.record import KeptFor, Outcome, RequestRecord, Served, Times, Tokens
+from router.upstream.engine_stream import continued_on
 from router.upstream.errors import EngineRefused, UpstreamError
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ class RequestRegistry:
             if answer.overflow is not None:
                 served = served._replace(overflow=answer.overflow)
             else:
-                parts, failed = tuple([part.tier for part in answer.parts]), answer.failed_attempts
+                parts, failed = tuple(continued_on(answer)), answer.failed_attempts
                 served = Served(answer.tier, answer.replica_id, spec.precision, spec.checkpoint_id, failed, parts)
         sla_met = None if sla.ttft_ms is None and sla.tpot_ms is None else _met(sla, outcome, ttft_ms, tpot_ms)
         kept_for = KeptFor.SLA_MISS if sla_met is False else KeptFor.RECENT

@@ -90,6 +90,7 @@ class Client(ABC):
     """Sends a measurement's requests, greedy and with the lowest priority. One event loop owns it; close it."""
 
     patience_s = MAX_WAIT_S  # for others' requests to end
+    slot_patience_s = MAX_WAIT_S  # of a timed request, for a slot
 
     def __init__(self, base_url: str = "", key: str = "", *, verify: ssl.SSLContext | bool = True) -> None:
         self._url, self._looking = base_url, asyncio.Lock()
@@ -183,7 +184,7 @@ class Client(ABC):
         """
         body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
         body["stream_options"] = {"include_usage": True}
-        deadline = time.monotonic() + MAX_WAIT_S
+        deadline = time.monotonic() + self.slot_patience_s
         while True:
             started = time.monotonic()
             async with self._send(tier, COMPLETIONS, body) as response:

@@ -39,7 +39,7 @@ class IdleClient(Client):
         requests: Number of requests so far, and of those that are open.
     """
 
-    patience_s = math.inf
+    patience_s, slot_patience_s = math.inf, 0.0  # a step that waits for a slot is not alone any more
 
     def __init__(self, fleet: Fleet, model: str, idle_s: float, requests: Callable[[], tuple[int, int]]) -> None:
         super().__init__()
@@ -90,7 +90,9 @@ class IdleClient(Client):
         """See ``Client``; sends cancelled requests again."""
         while True:
             with suppress(TimeoutError):
-                return await super().ask(path, tier, body, waiting, adapter)
+                answer = await super().ask(path, tier, body, waiting, adapter)
+                self._wait_s = self._idle_s
+                return answer
 
     async def undisturbed(self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]) -> bool:
         await self.until_quiet(waiting)
@@ -100,6 +102,8 @@ class IdleClient(Client):
         except (TimeoutError, ProfileError, ExceptionGroup):
             if self._preemptions == before[0]:
                 raise
+        else:
+            self._wait_s = self._idle_s
         return (self._preemptions, self._requests()) == before and not self._others()
 
     @asynccontextmanager
@@ -126,7 +130,6 @@ class IdleClient(Client):
                     if response.status_code == httpx.codes.OK:
                         lease.first_token()
                     yield response
-                self._wait_s = self._idle_s
         except httpx.HTTPError as error:
             raise ProfileError(f"{tier} does not answer ({type(error).__name__})") from error
         finally:

@@ -22,7 +22,7 @@ from router.profiling.answer_text import same_answer
 from router.profiling.scoring import CHAT, COMPLETIONS, answer_body, score, text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from router.policy.decision import Decision
     from router.profiling.idle_client import IdleClient
@@ -114,23 +114,25 @@ class ShadowEvaluation:
             return
         with self._telemetry.live_check(kind, tier) as span:
             try:
-                async with self._fleet.measuring:
-                    same, scores = await self._compare(sample)
+                same, scores = await self._compare(sample)
             except (ProfileError, ValueError, LookupError, TypeError, AttributeError) as error:
-                log.warning("live check on %s: %s", tier, error)
+                log.warning(
+                    "live check on %s: %s", tier, type(error).__name__
+                )  # an engine's words may quote the prompt
                 return
             self.drifts.setdefault((kind, tier), Drift()).add(scores, same=same)
             self._telemetry.record_live_check(span, scores.regret / max(scores.tokens, 1), same=same)
 
     async def _compare(self, sample: Sample) -> tuple[bool | None, Scores]:
         """Return whether both answers are the same, None if they cannot be compared; and the tier's scores."""
-
-        async def ask(tier: TierName, *, diagnosed: bool) -> Any:
-            body = answer_body(sample.messages, ANSWER_TOKENS, scored=diagnosed)
-            return await self._client.ask(CHAT, tier, body)
-
-        own, theirs = await ask(sample.tier, diagnosed=True), await ask(REFERENCE, diagnosed=False)
-        scores = await score(own, partial(self._client.ask, COMPLETIONS, REFERENCE))
+        own = await self._ask(CHAT, sample.tier, answer_body(sample.messages, ANSWER_TOKENS, scored=True))
+        theirs = await self._ask(CHAT, REFERENCE, answer_body(sample.messages, ANSWER_TOKENS, scored=False))
+        scores = await score(own, partial(self._ask, COMPLETIONS, REFERENCE))
         numbers = sample.kind is PromptClass.MATH
         same = await asyncio.to_thread(same_answer, text_of(own), text_of(theirs), numbers=numbers)
         return same, scores
+
+    async def _ask(self, path: str, tier: TierName, body: Mapping[str, Any]) -> Any:
+        await self._client.until_quiet()
+        async with self._fleet.measuring:  # not for as long as others are served
+            return await self._client.ask(path, tier, body)

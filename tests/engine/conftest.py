@@ -100,11 +100,10 @@ def started(
         **os.environ,
         "QARR_CONFIG": str(settings),
         "QARR_ENGINE__BASE_PORT": str(base),
-        # No profiles, and no tier counts as slow: decisions do not depend on the machine.
+        # No profiles, and no tier counts as slow: decisions hardly depend on the machine.
         "QARR_POLICY__PROFILES": str(profiles),
         "QARR_POLICY__MAX_SLOWDOWN": "1e9",
         "QARR_PROFILE__AUTO": "false",
-        "QARR_PROFILE__LIVE": "false",
         "QARR_ENGINE__LOG_DIR": str(tmp_path_factory.mktemp("logs")),
         **own,
     }

@@ -1,6 +1,6 @@
 """A fake vLLM server, for faults and timings that a real engine cannot be told to produce.
 
-It speaks the part of vLLM's API that QARR uses. ``tests/engine/test_contract.py`` runs one script against this fake and
+It speaks the part of vLLM's API that QARR uses. ``tests/engine/test_3_contract.py`` runs one script against this fake and
 against a real engine, and compares what comes back.
 """
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -288,15 +289,26 @@ def engine_ports(context: CheckContext) -> Iterator[Finding]:
             check_port_free("127.0.0.1", port)
         except PortInUse:
             taken.append(port)
-    foreign = ", ".join(f"{port} by {holder(port)}" for port in taken if not _of_a_router(port))
+    running = _running_ports(context) if taken else set()
+    others = [port for port in taken if port not in running and _of_a_router(port)]
+    foreign = ", ".join(f"{port} by {holder(port)}" for port in taken if port not in {*running, *others})
     if foreign:
         yield problem(f"held: {foreign}", "end what holds them, or set engine.base_port")
-    elif taken and _get(context, "/healthz") is None:
-        found = f"{', '.join(map(str, taken))}: engines of another router of this machine have them"
+    elif others:
+        found = f"{', '.join(map(str, others))}: engines of another router of this machine have them"
         yield warning(found, "name that router with --url; for a second one beside it set engine.base_port")
     elif ports:
         shown = f"{ports[0]} to {ports[-1]}"
         yield ok(f"{shown}: the running router's engines have them" if taken else f"{shown} are free")
+
+
+def _running_ports(context: CheckContext) -> set[int]:
+    """Return the ports of the running router's engines, which another user's processes have for all that is seen here."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # not a router's answer
+        if (fleet := _get(context, "/tiers")) is not None:
+            replicas = (replica for tier in fleet.json()["tiers"] for replica in tier["replicas"])
+            return {urlsplit(replica["url"] or "").port or 0 for replica in replicas}
+    return set()
 
 
 def holder(port: int) -> str:

@@ -43,20 +43,20 @@ def caller(**budget: float) -> Caller:
 
 
 @asynccontextmanager
-async def spending(
+async def reserving(
     ledger: BudgetLedger, clock: Clock | None = None, *, priced: bool = True, serve_unknown: bool = False
 ) -> AsyncIterator[Reservations]:
     given = {"replica_hour": 1 if priced else None, "while_unknown": "serve" if serve_unknown else "refuse"}
-    spends = Reservations(ledger, BudgetSettings.model_validate(given), clock or Clock())
+    reservations = Reservations(ledger, BudgetSettings.model_validate(given), clock or Clock())
     try:
-        yield spends
+        yield reservations
     finally:
-        await spends.aclose()
+        await reservations.aclose()
 
 
-async def enters(spends: Reservations, who: Caller, engine: int) -> Reservation | None:
+async def enters(reservations: Reservations, who: Caller, engine: int) -> Reservation | None:
     try:
-        return await spends.enter(who.accounts, Cost(engine, 0))
+        return await reservations.enter(who.accounts, Cost(engine, 0))
     except OverBudget:
         return None
 
@@ -64,24 +64,24 @@ async def enters(spends: Reservations, who: Caller, engine: int) -> Reservation 
 async def test_months_and_days_roll_over() -> None:
     """A day's budget begins anew at midnight UTC, a month's with the month; a request counts in the day it began in."""
     clock, who = Clock(NOON), caller(engine_seconds_per_day=10e-6, engine_seconds_per_month=15e-6)
-    async with spending(MemoryLedger(), clock) as spends:
-        first = await enters(spends, who, 10)
+    async with reserving(MemoryLedger(), clock) as reservations:
+        first = await enters(reservations, who, 10)
         assert first is not None
         with pytest.raises(OverBudget, match=r"0\.00001 engine-seconds a day") as over:
-            await spends.enter(who.accounts, Cost(1, 0))
+            await reservations.enter(who.accounts, Cost(1, 0))
         assert (over.value.retry_after_s, str(over.value.renews)) == (12 * 3600, "2026-12-01 00:00:00+00:00")
         clock.now += 12 * 3600 + 1
-        second = await enters(spends, who, 10)
+        second = await enters(reservations, who, 10)
         assert second is not None
         await first.settle(Cost(8, 0))
-        assert await enters(spends, who, 1) is None
+        assert await enters(reservations, who, 1) is None
         clock.now += 86_400
-        third = await enters(spends, who, 5)
+        third = await enters(reservations, who, 5)
         assert third is not None
         with pytest.raises(OverBudget, match="a month") as over:
-            await spends.enter(who.accounts, Cost(1, 0))
+            await reservations.enter(who.accounts, Cost(1, 0))
         assert str(over.value.renews) == "2027-01-01 00:00:00+00:00"
-        one, other = [await spends.ledger.used([who.accounts[0].id], periods(at)) for at in (NOON, NOON + 86_400)]
+        one, other = [await reservations.ledger.used([who.accounts[0].id], periods(at)) for at in (NOON, NOON + 86_400)]
         assert [used.engine_us for used in (*one.values(), *other.values())] == [8, 8, 10, 15]
 
 
@@ -99,16 +99,16 @@ def test_when_budgets_renew(date: tuple[int, int, int], day: str, month: str) ->
 
 async def test_a_charge_is_at_most_what_was_reserved() -> None:
     who = caller(engine_seconds_per_day=10e-6)
-    async with spending(MemoryLedger()) as spends:
-        grant = await enters(spends, who, 10)
+    async with reserving(MemoryLedger()) as reservations:
+        grant = await enters(reservations, who, 10)
         assert grant is not None
         assert await grant.settle(Cost(25, 3)) == Cost(10, 0)
 
 
 async def test_money_without_a_price_is_refused() -> None:
-    async with spending(MemoryLedger(), priced=False) as spends:
+    async with reserving(MemoryLedger(), priced=False) as reservations:
         with pytest.raises(NoPrice, match=r"budgets\.replica_hour"):
-            await spends.enter(caller(money_per_day=1).accounts, Cost(1, 0))
+            await reservations.enter(caller(money_per_day=1).accounts, Cost(1, 0))
 
 
 class SlowLedger(MemoryLedger):
@@ -127,35 +127,35 @@ class SlowLedger(MemoryLedger):
 async def test_a_client_that_leaves_leaves_no_reservation() -> None:
     """Cancelled while the ledger is asked, a request gives back what it then gets."""
     who, ledger = caller(engine_seconds_per_day=10e-6), SlowLedger()
-    async with spending(ledger) as spends:
-        asking = asyncio.create_task(spends.enter(who.accounts, Cost(10, 0)))
+    async with reserving(ledger) as reservations:
+        asking = asyncio.create_task(reservations.enter(who.accounts, Cost(10, 0)))
         await ledger.asked.wait()
         asking.cancel()
         ledger.go.set()
         await asyncio.gather(asking, return_exceptions=True)
-        grant = await enters(spends, who, 10)
+        grant = await enters(reservations, who, 10)
         assert grant is not None
 
 
 async def test_while_redis_is_away_one_router_counts_alone(own_redis: RedisServer) -> None:
     """It goes on from what it last knew, keeps to the budget, and pays what it owes when Redis is back."""
     who = caller(engine_seconds_per_day=10e-6)
-    async with spending(RedisLedger(own_redis.url)) as spends:
-        before, open_ = await enters(spends, who, 4), await enters(spends, who, 2)
+    async with reserving(RedisLedger(own_redis.url)) as reservations:
+        before, open_ = await enters(reservations, who, 4), await enters(reservations, who, 2)
         assert before is not None
         assert open_ is not None
         await before.settle(Cost(3, 0))
-        assert (await enters(spends, who, 8)) is None  # it knows of 5
+        assert (await enters(reservations, who, 8)) is None  # it knows of 5
         own_redis.pause()
-        alone = await enters(spends, who, 4)
+        alone = await enters(reservations, who, 4)
         assert alone is not None
-        assert await enters(spends, who, 2) is None
+        assert await enters(reservations, who, 2) is None
         await alone.settle(Cost(2, 0))
         await open_.settle(Cost(1, 0))
         own_redis.resume()
-        await until(lambda: not spends._owed and spends._alone is None)
+        await until(lambda: not reservations._owed and reservations._alone is None)
         own = who.accounts[0].id
-        assert (await spends.ledger.used([own], DAY))[own, DAY.day] == Cost(6, 0)
+        assert (await reservations.ledger.used([own], DAY))[own, DAY.day] == Cost(6, 0)
 
 
 async def test_a_file_that_cannot_be_written_stops_no_request(tmp_path: Path) -> None:
@@ -164,20 +164,23 @@ async def test_a_file_that_cannot_be_written_stops_no_request(tmp_path: Path) ->
     folder.write_text("in the way")
     database = Database(folder / "usage.sqlite")
     who, clock = caller(engine_seconds_per_day=10e-6), Clock()
-    async with spending(SqliteLedger(database, clock), clock) as spends:
+    async with reserving(SqliteLedger(database, clock), clock) as reservations:
         with pytest.raises(BudgetUnknown, match=r"usage\.sqlite"):
-            await enters(spends, who, 1)
-        assert spends.notes
+            await enters(reservations, who, 1)
+        assert reservations.notes
         assert "File exists" in database.fault
-    async with spending(SqliteLedger(database, clock), clock, serve_unknown=True) as spends:
-        grant = await enters(spends, who, 8)
+    async with reserving(SqliteLedger(database, clock), clock, serve_unknown=True) as reservations:
+        grant = await enters(reservations, who, 8)
         assert grant is not None
-        assert await enters(spends, who, 8) is None
+        assert await enters(reservations, who, 8) is None
         await grant.settle(Cost(6, 0))
         folder.unlink()
     own = who.accounts[0].id
     assert (await SqliteLedger(database, clock).used([own], DAY))[own, DAY.day] == Cost(6, 0)
-    assert (database.fault, spends.notes) == ("", [f"the file {database.path}, which counts budgets, cannot be used"])
+    assert (database.fault, reservations.notes) == (
+        "",
+        [f"the file {database.path}, which counts budgets, cannot be used"],
+    )
     await database.aclose()
 
 
@@ -185,20 +188,20 @@ async def test_a_damaged_file_gives_no_budget_anew(tmp_path: Path) -> None:
     """What is known goes on to count, for the rest nothing is served; a sound file in its place is taken up."""
     path, who = tmp_path / "usage.sqlite", caller(engine_seconds_per_day=10e-6)
     database = Database(path)
-    async with spending(SqliteLedger(database), Clock()) as spends:
-        grant = await enters(spends, who, 6)
+    async with reserving(SqliteLedger(database), Clock()) as reservations:
+        grant = await enters(reservations, who, 6)
         assert grant is not None
         await grant.settle(Cost(6, 0))
-        assert await enters(spends, who, 6) is None
+        assert await enters(reservations, who, 6) is None
         database.close()
         sound = path.read_bytes()
         path.write_bytes(b"garbage" * 1000)
-        assert await enters(spends, who, 6) is None
+        assert await enters(reservations, who, 6) is None
         with pytest.raises(BudgetUnknown):
-            await enters(spends, caller(engine_seconds_per_day=10e-6), 1)
+            await enters(reservations, caller(engine_seconds_per_day=10e-6), 1)
         path.write_bytes(sound)
-        await until(lambda: not spends.notes)
-        assert await enters(spends, caller(engine_seconds_per_day=10e-6), 1) is not None
+        await until(lambda: not reservations.notes)
+        assert await enters(reservations, caller(engine_seconds_per_day=10e-6), 1) is not None
     await database.aclose()
 
 
@@ -267,10 +270,10 @@ async def test_a_look_counts_nothing_twice(kind: str, tmp_path: Path, redis_serv
     ledger = RedisLedger(where) if where else SqliteLedger(Database(tmp_path / "usage.sqlite"))
     who, most = caller(engine_seconds_per_day=300e-6), 0
     account, today = who.accounts[0].id, periods(Clock().now)
-    async with spending(ledger, Clock()) as spends:
+    async with reserving(ledger, Clock()) as reservations:
 
         async def client() -> None:
-            while (grant := await enters(spends, who, 10)) is not None:
+            while (grant := await enters(reservations, who, 10)) is not None:
                 await grant.settle(Cost(1, 0))
 
         clients = asyncio.gather(*(client() for _ in range(5)))

@@ -95,7 +95,8 @@ def test_rights_are_checked(keys_file: Path, rights: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["0.0.0.0", "::", "10.1.2.3", "128.0.0.1", "::2", "LOCALHOST.example", "127.0.0.1.example", "127.1"]
+    "host",
+    ["", "[::1]", "0.0.0.0", "::", "10.1.2.3", "128.0.0.1", "::2", "LOCALHOST.example", "127.0.0.1.example", "127.1"],
 )
 def test_no_keys_no_other_address(host: str, keys_file: Path) -> None:
     """Off loopback the router does not start without keys, unless told to in so many words."""

@@ -208,6 +208,9 @@ def test_settings_are_checked(tmp_path: Path) -> None:
             load_settings(None, {"jwt": {**whole, **wrong}})
     with pytest.raises(KeysError, match=r"jwt\.jwks: .*No such file"):
         Tokens(settings_of(tmp_path / "none"))
+    (tmp_path / "empty").touch()
+    with pytest.raises(KeysError, match="is not a JWKS"):
+        Tokens(settings_of(tmp_path / "empty"))
 
 
 async def test_the_documented_settings_and_claims_are_valid(tmp_path: Path) -> None:

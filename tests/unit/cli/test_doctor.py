@@ -301,6 +301,17 @@ def test_tiers_with_urls_are_not_local() -> None:
     assert list(checks.engine_ports(elsewhere)) == []
 
 
+def test_engine_ports_of_the_running_router_are_no_problem() -> None:
+    """Those that its fleet names; another program's port is one."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        overrides = {"engine": {"base_port": port}, "tiers": {name: {"replicas": 0} for name in ("fast", "balanced")}}
+        for url, health in ((f"http://127.0.0.1:{port}", OK), (None, PROBLEM)):
+            with stub_router(**{"GET /tiers": (200, {"tiers": [{"replicas": [{"url": url}]}]})}) as router:
+                (found,) = checks.engine_ports(context(overrides, router.url))
+                assert found.health is health
+
+
 def test_the_port_of_a_router_is_not_a_problem() -> None:
     """A router that listens there is recognised by its answer; any other server is not, and port 0 is always free."""
     for body, health in ((b'{"status":"alive"}', OK), (b"<html>", PROBLEM)):
