@@ -95,7 +95,6 @@ class _Bench:
 
     client: Client
     tier: TierName
-    source: random.Random
     sequences: int = 0
     waiting: int = 0
     asked: int = 0
@@ -103,7 +102,7 @@ class _Bench:
     computed: asyncio.Event = field(default_factory=asyncio.Event)
     found: list[tuple[Sample, Timed]] = field(default_factory=list)
 
-    async def request(self, prompt_tokens: int, tokens: int, batch: int, *, neighbours: float = 0.0) -> Timed:
+    async def request(self, prompt_tokens: int, tokens: int, batch: int, *, neighbours: float = 0.0) -> None:
         """Time one request under the present load.
 
         TTFT is left out if another request came before the first token: engines compute waiting prompts together, and a
@@ -115,7 +114,7 @@ class _Bench:
         number = self.asked
         self.waiting += prompt_tokens
         self.computed.clear()
-        prompt = [self.source.randint(FIRST_ID, LAST_ID) for _ in range(prompt_tokens)]
+        prompt = [random.randint(FIRST_ID, LAST_ID) for _ in range(prompt_tokens)]  # noqa: S311  no secret
 
         def begun() -> None:
             nonlocal left, alone
@@ -142,7 +141,20 @@ class _Bench:
         )
         self.found.append((sample, timed))
         self.last = timed
-        return timed
+
+    async def burst(self, batch: int, tokens: int) -> None:
+        """Decode a batch, all sent at once.
+
+        The pace of answers that began early is left out: the others' prompts slowed it.
+        """
+        async with asyncio.TaskGroup() as group:
+            for _ in range(batch):
+                group.create_task(self.request(PROMPT_TOKENS, tokens, batch))
+        begun = [timed.started + timed.ttft_ms / 1000 for _, timed in self.found]
+        for number, (sample, timed) in enumerate(self.found):
+            slack_s = 2 * (timed.tpot_ms or 0.0) / 1000
+            if begun[number] < max(begun) - slack_s:
+                self.found[number] = (sample.model_copy(update={"batch": 0, "tpot_ms": None}), timed)
 
 
 Step = Callable[[_Bench], Coroutine[Any, Any, None]]
@@ -160,7 +172,6 @@ class _Run:
         progress: Callable[[str, int, int], None],
     ) -> None:
         self._client, self._fleet, self._plan, self._tiers, self._progress = client, fleet, plan, tiers, progress
-        self._source = random.Random()  # noqa: S311  no secret
         self._spent_s = 0.0  # in steps, without waiting for others
         self._done = 0
         self._total = sum(map(self._steps, tiers)) + (len(TOGETHER_BATCHES) if len(tiers) > 1 else 0)
@@ -175,25 +186,24 @@ class _Run:
     async def alone(self, tier: TierName) -> None:
         """Measure one tier while the others are idle, within its share of the budget."""
         until_s = self._spent_s + self._plan.budget_s * ALONE_SHARE / len(self._tiers)
-        through = self._done + self._steps(tier)
-        warm = await self._undisturbed(f"{tier}: warming", tier, _burst(1, 4), keep=False)
+        through, limits = self._done + self._steps(tier), self._fleet.tiers[tier]
+        warm = await self._step(f"{tier}: warming", tier, lambda bench: bench.burst(1, 4), keep=False)
         step_ms = warm.tpot_ms or warm.ttft_ms
         seen: list[tuple[int, float]] = []
         for length in LENGTHS:
-            if length + 1 > self._fleet.tiers[tier].max_model_len or self._too_long(length, seen, until_s):
+            if length + 1 > limits.max_model_len or self._too_long(length, seen, until_s):
                 break
-            times = [
-                (await self._undisturbed(f"{tier}: prompt of {length} tokens", tier, _single(length))).ttft_ms
-                for _ in range(TIMES)
-            ]
-            seen.append((length, min(times)))
+            what = f"{tier}: prompt of {length} tokens"
+            single = partial(_Bench.request, prompt_tokens=length, tokens=1, batch=0)
+            seen.append((length, min([(await self._step(what, tier, single)).ttft_ms for _ in range(TIMES)])))
         for number, batch in enumerate(BATCHES):
             over = number >= LEAST and self._spent_s + self._plan.step_s > until_s
-            if batch > self._fleet.tiers[tier].max_num_seqs or over:
+            if batch > limits.max_num_seqs or over:
                 break
-            step = _burst(batch, self._tokens(step_ms * (1 + batch / 8)))
-            step_ms = (await self._undisturbed(f"{tier}: {batch} at a time", tier, step)).tpot_ms or step_ms
-        await self._undisturbed(f"{tier}: prompts while others are decoded", tier, self._arrival)
+            tokens = min(max(int(self._plan.step_s * 1000 / (step_ms * (1 + batch / 8))), 6), 64)
+            burst = partial(_Bench.burst, batch=batch, tokens=tokens)
+            step_ms = (await self._step(f"{tier}: {batch} at a time", tier, burst)).tpot_ms or step_ms
+        await self._step(f"{tier}: prompts while others are decoded", tier, self._arrival)
         self._done = through
 
     def _too_long(self, length: int, seen: list[tuple[int, float]], until_s: float) -> bool:
@@ -210,10 +220,10 @@ class _Run:
         length_s = max(self._plan.step_s, 8 * slowest_s * len(self._tiers))
         for batch in TOGETHER_BATCHES:
             step = partial(self._all_busy, batch, length_s)
-            self.samples += await self._alone_there(f"all tiers together, {batch} at a time each", step)
+            self.samples += await self._undisturbed(f"all tiers together, {batch} at a time each", step)
 
     async def _all_busy(self, batch: int, length_s: float) -> list[Sample]:
-        benches = [_Bench(self._client, tier, self._source) for tier in self._tiers]
+        benches = [_Bench(self._client, tier) for tier in self._tiers]
         until, others = time.monotonic() + length_s, len(self._tiers) - 1
         async with asyncio.TaskGroup() as group:
             for bench in benches:
@@ -257,24 +267,21 @@ class _Run:
         # The prompts disturbed the background's pace, so it does not tell how batch size affects it.
         bench.found = [(s, t) for s, t in bench.found if s.batch == 0]
 
-    def _tokens(self, step_ms: float) -> int:
-        return min(max(int(self._plan.step_s * 1000 / step_ms), 6), 64)
-
-    async def _undisturbed(self, what: str, tier: TierName, step: Step, *, keep: bool = True) -> Timed:
+    async def _step(self, what: str, tier: TierName, step: Step, *, keep: bool = True) -> Timed:
         """Run one step of a tier while nobody else is served; return its last answer."""
 
         async def fresh() -> _Bench:
-            bench = _Bench(self._client, tier, self._source)
+            bench = _Bench(self._client, tier)
             await step(bench)
             return bench
 
-        bench = await self._alone_there(what, fresh)
+        bench = await self._undisturbed(what, fresh)
         if keep:
             self.samples += [sample for sample, _ in bench.found]
         assert bench.last is not None
         return bench.last
 
-    async def _alone_there(self, what: str, step: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def _undisturbed(self, what: str, step: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run a step while nobody else is served, again if it was disturbed; return its result."""
         results: list[T] = []
         took_s = 0.0
@@ -300,30 +307,3 @@ class _Run:
                 self._spent_s += took_s
                 return results[-1]
         raise ProfileError(f"others' requests disturbed '{what}' {attempts} times: measure when it is quiet")
-
-
-def _single(prompt_tokens: int) -> Step:
-
-    async def step(bench: _Bench) -> None:
-        await bench.request(prompt_tokens, 1, 0)
-
-    return step
-
-
-def _burst(batch: int, tokens: int) -> Step:
-    """Return the step that decodes a batch, all sent at once.
-
-    The pace of answers that began early is left out: the others' prompts slowed it.
-    """
-
-    async def step(bench: _Bench) -> None:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(batch):
-                group.create_task(bench.request(PROMPT_TOKENS, tokens, batch))
-        begun = [timed.started + timed.ttft_ms / 1000 for _, timed in bench.found]
-        for number, (sample, timed) in enumerate(bench.found):
-            slack_s = 2 * (timed.tpot_ms or 0.0) / 1000
-            if begun[number] < max(begun) - slack_s:
-                bench.found[number] = (sample.model_copy(update={"batch": 0, "tpot_ms": None}), timed)
-
-    return step
