@@ -1,4 +1,4 @@
-"""Cost many requests to budgets through two routers' ledgers, in two processes: are budgets kept, and are sums exact?
+"""Charge many requests to budgets through two routers' ledgers, in two processes: are budgets kept, and are sums exact?
 
 usage: .venv/bin/python benchmarks/budgets.py [--requests 100000] [--redis URL] [--out FILE]
 

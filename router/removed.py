@@ -27,9 +27,7 @@ SEVERAL_ROUTERS = "run several routers behind nginx or systemd's template unit, 
 SETTINGS: dict[str, Removed] = {
     "mirror": Removed(MIRROR, refused=False),
     "engine.recycle": Removed("the old engine stops first wherever there is no memory for both", refused=False),
-    "policy.budget_half_life_s": Removed(
-        "the loss budget is kept by each decision, not by a running mean", refused=False
-    ),
+    "policy.budget_half_life_s": Removed("each decision keeps the loss budget, no running mean", refused=False),
     "policy.class_floor": Removed(
         "published losses decide until the model is measured; policy.max_loss bounds the loss of a class", refused=False
     ),

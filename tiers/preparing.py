@@ -90,7 +90,7 @@ class Preparations:
     """
 
     clock: Callable[[], float] = time.monotonic
-    lacking: set[TierName] = field(default_factory=set)
+    lacking: set[TierName] = field(init=False, default_factory=set)
     _to_make: list[TierName] = field(default_factory=list)  # the first one is being made
     _weights: int | None = None
     _began: float = 0.0

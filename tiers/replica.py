@@ -126,13 +126,12 @@ class Turnover:
 
     def note(self, now: float, held: int, freed: int = 0) -> None:
         """Note the slots held since the last call, and how many of them are freed now."""
-        past_s = max(now - self._at, 0.0)
-        left = 0.5 ** (past_s / HALF_LIFE_S)
-        self._held_s, self._freed, self._at = self._held_s * left + held * past_s, self._freed * left, now
+        held_s, ended = self._faded(now, held)
         if freed:
             memory = max(LEAST_MEMORY, held)
             kept = (1 - 1 / memory) ** freed
-            self._held_s, self._freed = self._held_s * kept, self._freed * kept + (1 - kept) * memory
+            held_s, ended = held_s * kept, ended * kept + (1 - kept) * memory
+        self._held_s, self._freed, self._at = held_s, ended, now
 
     def hold_s(self, now: float, held: int, predicted_s: float) -> float:
         """Return for how long a slot is expected to be held.
@@ -142,9 +141,14 @@ class Turnover:
             held: Slots held now.
             predicted_s: The result without observations; it counts less the more there are.
         """
-        self.note(now, held)
-        weight = 1 / (1 + self._freed)
-        return (self._held_s + weight * predicted_s) / (self._freed + weight)
+        held_s, freed = self._faded(now, held)
+        weight = 1 / (1 + freed)
+        return (held_s + weight * predicted_s) / (freed + weight)
+
+    def _faded(self, now: float, held: int) -> tuple[float, float]:
+        past_s = max(now - self._at, 0.0)
+        left = 0.5 ** (past_s / HALF_LIFE_S)
+        return self._held_s * left + held * past_s, self._freed * left
 
 
 @dataclass(slots=True)

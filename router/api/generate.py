@@ -195,14 +195,11 @@ def parse(content: bytes, context: RequestContext, service: Service) -> Call:
     else:
         system = [] if body.system_prompt is None else [{"role": "system", "content": body.system_prompt}]
         messages = [*system, {"role": "user", "content": body.prompt or ""}]
-    priority = class_priority(
-        context.caller, body.priority if "priority" in body.model_fields_set else None, "priority"
-    )
+    asked_class = body.priority if "priority" in body.model_fields_set else None
+    priority = class_priority(context.caller, asked_class, "priority")
     options, max_tokens = body.options(priority, "tier"), body.max_tokens or limits.default_max_tokens
-    sampling: dict[str, Any] = {
-        "temperature": limits.default_temperature if body.temperature is None else body.temperature
-    }
-    for name in ("top_p", "repetition_penalty", "seed", "stop"):
+    sampling: dict[str, Any] = {"temperature": limits.default_temperature}
+    for name in ("temperature", "top_p", "repetition_penalty", "seed", "stop"):
         if (value := getattr(body, name)) is not None:
             sampling[name] = value
     return Call(
@@ -228,13 +225,11 @@ def parse(content: bytes, context: RequestContext, service: Service) -> Call:
 
 
 def _cut(call: Call, cutter: Cutter, *, chat: bool) -> Call:
-    messages = call.asked.chat or ()
+    messages, document = call.asked.chat or (), cast("Mapping[str, Any]", call.asked.document)
     made = cutter.chat([dict(message) for message in messages], 0) if chat else cutter.prompt(messages)
     if made is None:
         return call
-    asked = replace(
-        call.asked, chat=made, document={**cast("Mapping[str, Any]", call.asked.document), "messages": made}
-    )
+    asked = replace(call.asked, chat=made, document={**document, "messages": made})
     shorter = replace(call, asked=asked, prompt=read_messages(made, cutter.counter))
     return replace(shorter, truncated=cutter.disclosed(shorter, len(messages) - len(made)))
 

@@ -261,7 +261,7 @@ class Connection(asyncio.Protocol):
         if self.take is not None and self.parts:
             parts, self.parts, self.buffered = self.parts, [], 0
             self.waiting_since = time.monotonic()
-            if not self.take(parts[0] if len(parts) == 1 else b"".join(parts)):
+            if not self.take(b"".join(parts)):
                 self.take = None
             elif not self.complete:
                 return

@@ -6,14 +6,9 @@ import asyncio
 
 import pytest
 
-from router.lifecycle import ServerPhase, ServerState
+from router.lifecycle import ServerState
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.mark.parametrize("phase", ServerPhase)
-def test_a_router_is_open_until_it_leaves(phase: ServerPhase) -> None:
-    assert ServerState(phase).open is (phase is ServerPhase.OPEN)
 
 
 async def test_when_the_time_is_over_every_request_ends() -> None:

@@ -22,11 +22,11 @@ FORBIDDEN = {
 }
 LONGEST_FUNCTION = 60
 # They only go down: who adds lines, words or a setting takes others away.
-CEILINGS = {"router": 25_699, "tests": 40_670, "words": 37_198, "settings": 108}
+CEILINGS = {"router": 25_699, "tests": 40_668, "words": 37_189, "settings": 108}
 # Of a streamed request, as scripts/structure.py counts it.
 PATH = {
     "modules a streamed request passes": 36,
-    "own functions a streamed request passes": 211,
+    "own functions a streamed request passes": 210,
     "calls of own functions in a request of 20 chunks": 475,
     "own functions for each chunk": 10,
     "calls of own functions for each chunk": 10,

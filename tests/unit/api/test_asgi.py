@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,6 +21,7 @@ from router.api.asgi import (
     start_message,
 )
 from router.pipeline.request import RequestContext
+from tests.unit.sent_responder import SentResponder
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope
@@ -77,26 +78,12 @@ async def test_a_client_that_leaves_in_its_body_is_gone() -> None:
         await read_body(scope_with(), body_in(b"half", None), LIMIT)
 
 
-class LeavingClient:
-    """A client's connection, as the server tells of it."""
-
-    def __init__(self, *, disconnected: bool = False) -> None:
-        self.disconnected, self.task = disconnected, None
-
-    def cancel_on_disconnect(self, task: asyncio.Task[Any] | None) -> None:
-        self.task = task
-
-
-async def test_a_task_is_cancelled_when_its_client_leaves() -> None:
-    scope, client = scope_with(), LeavingClient()
-    scope[OUT] = client
-    cancel_on_disconnect(scope)
-    assert client.task is asyncio.current_task()
-
-
-async def test_nothing_is_begun_for_a_client_that_has_left() -> None:
+async def test_work_is_for_a_client_that_is_there() -> None:
     scope = scope_with()
-    scope[OUT] = LeavingClient(disconnected=True)
+    scope[OUT] = out = SentResponder()
+    cancel_on_disconnect(scope)
+    assert out._task is asyncio.current_task()
+    out.cycle.disconnected = True
     with pytest.raises(ClientGone):
         cancel_on_disconnect(scope)
 

@@ -1,5 +1,6 @@
 """The model and its weights file: what it reads of a text, how a file is learned, and what is refused."""
 
+import dataclasses
 import json
 import math
 import random
@@ -133,6 +134,13 @@ def test_probabilities(text: str) -> None:
     assert len(found.classes) == len(JUDGED)
     assert sum(found.classes) == pytest.approx(1)
     assert (found.language is None) or found.has_code >= 0.5
+
+
+@pytest.mark.parametrize("odds", [1e30, -1e30])
+def test_probabilities_of_extreme_odds(odds: float) -> None:
+    found = dataclasses.replace(shipped_model(), bias=shipped_model().bias + np.float32(odds)).predict("hi")
+    assert 0 < found.has_code < 1
+    assert sum(found.classes) == pytest.approx(1)
 
 
 def test_threads_share_a_model() -> None:

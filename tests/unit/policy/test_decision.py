@@ -25,10 +25,10 @@ LOSS = ExpectedLoss(0.2, 0.1, 0.3)
 )
 def test_a_loss_rises_with_the_confidence_asked_for(confidence: float, expected: float) -> None:
     """From the mean at even odds to the interval's end; no more than all answers can get worse."""
-    asked = query(sla=Sla(confidence=confidence))
-    for loss, worst in ((LOSS, expected), (ExpectedLoss(0.6, 0.1, 9.9), min(0.6 + (expected - 0.2) * 93, 1.0))):
+    for loss, asked, worst in ((LOSS, confidence, expected), (ExpectedLoss(0.6, 0.1, 0.99), 0.9999, 1.0)):
         table = PolicyParameters({FAST: {kind: dict.fromkeys(Complexity, loss) for kind in PromptClass}})
-        assert decide(asked, fleet(), table).estimate(FAST).worst == pytest.approx(worst, abs=1e-2)
+        decision = decide(query(sla=Sla(confidence=asked)), fleet(), table)
+        assert decision.estimate(FAST).worst == pytest.approx(worst, abs=1e-4)
 
 
 def test_a_loss_is_that_of_the_kind_and_of_others_where_the_class_is_not_sure() -> None:

@@ -51,7 +51,9 @@ def test_what_does_not_end_is_seen() -> None:
     turnover = Turnover()
     turnover.note(0.0, 0)
     assert turnover.hold_s(0.0, 4, 0.1) == pytest.approx(0.1)
-    assert turnover.hold_s(30.0, 4, 0.1) > 100
+    assert turnover.hold_s(300.0, 4, 0.1) > 1000
+    assert len({turnover.hold_s(30.0, 4, 0.1) for _ in range(2)}) == 1, "asking changes nothing"
+    assert 100 < turnover.hold_s(30.0, 4, 0.1) < 200
     turnover.note(30.0, 4)
     now = 30.0
     for _ in range(100):  # and once they end again, that is seen as soon
