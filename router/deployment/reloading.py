@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-    from router.app import Router
+    from router.app import App
     from router.deployment.layout import Deployment
     from router.reload import Commit
     from router.server.server import Server
@@ -52,16 +52,16 @@ class Parts:
     """The parts of a running router. On Ray the deployment's settings differ from those that were read."""
 
     def __init__(
-        self, deployment: Deployment, read: Settings, router: Router, server: Server, *, fleet: Fleet, roster: Roster
+        self, deployment: Deployment, read: Settings, app: App, server: Server, *, fleet: Fleet, roster: Roster
     ) -> None:
-        self._deployment, self._router, self._server, self._fleet = deployment, router, server, fleet
+        self._deployment, self._app, self._server, self._fleet = deployment, app, server, fleet
         self._roster, self._read, self._own = roster, read, deployment.settings
 
     async def prepare(self, settings: Settings) -> Commit:
         self._check_urls(settings)
         sections = {change.key.partition(".")[0] for change in changes(self._read, settings)}
         own = self._own.model_copy(update={name: getattr(settings, name) for name in sections})
-        take = self._router.prepare(own)
+        take = self._app.prepare(own)
         urls = {name: own.tiers.of(name).urls for name in own.tiers.names if own.tiers.of(name).urls}
 
         async def commit() -> None:

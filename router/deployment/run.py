@@ -10,20 +10,18 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from router.api.problems import refusal
-from router.app import wire_router
+from router.app import App
 from router.deployment.first_start import FirstStart
 from router.deployment.layout import elsewhere, speed_machine
 from router.deployment.on_ray import OnRay
 from router.deployment.options import fleet_options, supervisor_options
 from router.deployment.reloading import Parts
-from router.lifecycle import ServerState
 from router.line_file import PrivateFile
 from router.section import SettingsError
 from router.server.handover import TakenError, TakeoverError, control_path, handing_over
 from router.server.http_protocol import protocol_for
 from router.server.memory import set_aside
 from router.server.server import Server
-from router.server.tls import Tls
 from router.telemetry.tracing import make_telemetry
 from router.upstream.transport import EngineTransport
 from tiers.fleet import Fleet
@@ -109,22 +107,17 @@ async def run(
         TierError: An engine could not be started.
     """
     settings = deployment.settings
-    tls = Tls(settings.tls) if settings.tls.certificate is not None else None
     telemetry = make_telemetry(version("qarr"), settings.telemetry)
     fleet = Fleet(deployment.specs, machine=speed_machine(settings), options=fleet_options(settings))
     supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), observer.changed, EngineTransport())
-    state, reloads = ServerState(), asked.reloads(sock)
-    router = wire_router(
+    reloads = asked.reloads(sock)
+    app = App(
         settings, fleet, deployment.counter, telemetry, deployment.model,
-        keys=keys,
-        server_state=state,
-        operations=supervisor.operations,
-        reloads=reloads,
-        tls=tls,
+        keys=keys, operations=supervisor.operations, reloads=reloads,
     )  # fmt: skip
-    server = Server(router.app, state, settings.server, protocol_for(settings.server, refusal), tls)
+    server = Server(app.asgi, app.state, settings.server, protocol_for(settings.server, refusal), app.tls)
     roster = supervisor.operations.roster
-    reloads.add(Parts(deployment, asked.settings, router, server, fleet=fleet, roster=roster).prepare)
+    reloads.add(Parts(deployment, asked.settings, app, server, fleet=fleet, roster=roster).prepare)
     server.end_on_signals(reloads.request)
     starting: asyncio.Task[None] | None = None
     on_ray = OnRay(deployment.ray, fleet, observer.step)

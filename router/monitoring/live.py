@@ -22,12 +22,12 @@ from router.api.bodies import json_response, render_fleet, scope_of
 from router.api.paths import MOST_LISTED
 from router.pipeline.registry import WINDOW_S
 from router.policy.profiles import percentile
-from router.policy.render import render_loss
+from router.policy.render import render_budget, render_loss
 from router.telemetry.record import Outcome, render_record
 from router.telemetry.request_trace import UnknownTrace, render_listed, render_trace
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+    from collections.abc import AsyncIterator, Iterator, Mapping
 
     from starlette.requests import Request
     from starlette.responses import Response
@@ -104,9 +104,6 @@ class Live:
 
     A key sees its own requests, and figures of all. The streams have no end of their own: they are ended when the router
     shuts down, and when their key is no longer in force.
-
-    Attributes:
-        loss_budget: Returns it as JSON values.
     """
 
     def __init__(
@@ -116,10 +113,8 @@ class Live:
         server_state: ServerState,
         keys: KeyStore,
         about: Mapping[str, str],
-        *,
-        loss_budget: Callable[[], dict[str, Any]],
     ) -> None:
-        self._pipeline, self._profiling, self.loss_budget = pipeline, profiling, loss_budget
+        self._pipeline, self._profiling = pipeline, profiling
         self._server_state, self._keys, self._about = server_state, keys, about
         self._generated: dict[str, int] = {}
         self._rates: dict[str, float] = {}
@@ -204,7 +199,7 @@ class Live:
             "trace_url": self._about["trace_url"] or None,
             **rendered,
             "profiling": self._profiling.render(inside=caller.sees_all),
-            "loss_budget": self.loss_budget(),
+            "loss_budget": render_budget(pipeline.policy),
             "waiting": pipeline.admission.waiting,
             "in_flight": shown,
             "in_flight_total": len(served),
@@ -313,7 +308,7 @@ class LiveEndpoints:
         return _json(
             {
                 "max_loss": {kind.value: bound for kind, bound in table.max_loss.items()},
-                "loss_budget": self._live.loss_budget(),
+                "loss_budget": render_budget(self._pipeline.policy),
                 "negligible_loss": table.negligible_loss,
                 "losses": {
                     tier: {

@@ -48,6 +48,9 @@ class PromptObserver(Protocol):
     def offer(self, text: str, features: PromptFeatures) -> None:
         """Take note of one."""
 
+    def close(self) -> None:
+        """Write what has not been written."""
+
 
 class AnswerObserver(Protocol):
     """Is shown every complete answer."""
@@ -58,7 +61,7 @@ class AnswerObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Decides and serves. Wired once, in ``wire_router``.
+    """Decides and serves. Wired once, in ``router.app.App``.
 
     Attributes:
         failover: Continues answers whose engine fails.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from classifier import ModelTokenCounter
 from router.api.problems import refusal
-from router.app import wire_router
+from router.app import App
 from router.auth.access import KeyStore
 from router.server.http_protocol import protocol_for
 from router.telemetry.tracing import Telemetry
@@ -49,8 +49,6 @@ async def real_router(
         where = replica["url"], engine_keys[name], "smollm2-135m-instruct"
         fleet.add(Replica(f"{name}-0", spec, *where, status=ReplicaStatus.READY))
     fleet.note_template(TemplateTokens(alone=30, with_system=10, further_pair=10))
-    app = wire_router(
-        settings, fleet, counter, Telemetry(None), "smollm2-135m-instruct", keys=KeyStore(folder / "none")
-    ).app
+    app = App(settings, fleet, counter, Telemetry(None), "smollm2-135m-instruct", keys=KeyStore(folder / "none")).asgi
     async with serving(app, http=protocol_for(settings.server, refusal)) as url:
         yield url, fleet

@@ -13,7 +13,7 @@ import httpx
 
 from classifier import EstimatingCounter
 from router.api.problems import refusal
-from router.app import wire_router
+from router.app import App
 from router.auth.access import KeyStore
 from router.profiling import auto_profile
 from router.profiling.profile_files import JOURNAL
@@ -89,9 +89,7 @@ async def measuring_router(
             state = ReplicaStatus.READY if ready else ReplicaStatus.STARTING
             fleet.add(Replica(f"{spec.name}-0", spec, url, "", "fake")).mark(state)
         telemetry = make_telemetry("0", settings.telemetry)
-        app = wire_router(
-            settings, fleet, EstimatingCounter(), telemetry, "fake", keys=KeyStore(settings.auth.keys_file)
-        ).app
+        app = App(settings, fleet, EstimatingCounter(), telemetry, "fake", keys=KeyStore(settings.auth.keys_file)).asgi
         url = await cleanup.enter_async_context(serving(app, http=protocol_for(settings.server, refusal)))
         client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
         yield Measuring(url, client, fleet, engines, folder)

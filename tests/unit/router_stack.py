@@ -13,7 +13,7 @@ import httpx
 
 from classifier import EstimatingCounter
 from router.api.problems import refusal
-from router.app import wire_router
+from router.app import App
 from router.auth.access import KeyStore
 from router.deployment.options import fleet_options
 from router.reload import Reloads
@@ -103,7 +103,7 @@ async def router_stack(
             behaviour.requests.clear()
             behaviour.headers.clear()
         keys = KeyStore(settings.auth.keys_file)
-        router = wire_router(
+        router = App(
             settings,
             fleet,
             EstimatingCounter(),
@@ -113,7 +113,7 @@ async def router_stack(
             operations=supervisor.operations,
             reloads=Reloads(settings, lambda: settings),
         )
-        app = router.app
+        app = router.asgi
         url = await cleanup.enter_async_context(serving(app, http=protocol_for(settings.server, refusal)))
         client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
         yield Stack(url, client, fleet, engines, app, router.pipeline)

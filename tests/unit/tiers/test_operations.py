@@ -13,7 +13,7 @@ import pytest
 
 from classifier import EstimatingCounter
 from router.api.problems import refusal
-from router.app import wire_router
+from router.app import App
 from router.auth.access import KeyStore
 from router.server.http_protocol import protocol_for
 from router.settings import load_settings
@@ -196,10 +196,10 @@ async def test_the_command_operates_on_a_fleet(tmp_path: Path, monkeypatch: pyte
     """`qarr tiers` lists; drain, resume, restart and recycle show their progress; a tier's name means its replicas."""
     async with own_engines(tmp_path, monkeypatch, TierName.FAST, TierName.PRECISE) as own:
         settings = load_settings()
-        app = wire_router(
+        app = App(
             settings, own.fleet, EstimatingCounter(), Telemetry(None), "fake", keys=KeyStore(settings.auth.keys_file),
             operations=own.supervisor.operations,
-        ).app  # fmt: skip
+        ).asgi  # fmt: skip
         async with serving(app, http=protocol_for(settings.server, refusal)) as url:
 
             async def tiers(*args: str) -> subprocess.CompletedProcess[str]:
@@ -227,9 +227,9 @@ async def test_requests_are_served_while_an_engine_is_recycled(tmp_path: Path, m
     """A steady stream of requests to one tier alone sees no error while its only engine is replaced, twice."""
     async with own_engines(tmp_path, monkeypatch, behaviour={"delay_s": 0.02}) as own:
         settings = load_settings()
-        app = wire_router(
+        app = App(
             settings, own.fleet, EstimatingCounter(), Telemetry(None), "fake", keys=KeyStore(settings.auth.keys_file)
-        ).app
+        ).asgi
         answers: list[tuple[int, bool]] = []
         served = serving(app, http=protocol_for(settings.server, refusal))
         async with served as url, httpx.AsyncClient(timeout=20, trust_env=False) as client:

@@ -1,0 +1,99 @@
+"""The endpoints on the router's health and tiers, and its contract."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router.api.asgi import context_of
+from router.api.bodies import health_of, json_response, render_fleet, render_preparing
+from router.api.openapi import document
+from router.policy.render import render_budget
+from tiers.spec import ReplicaStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from starlette.requests import Request
+
+    from router.accounting.database import Database
+    from router.auth.access import KeyStore
+    from router.lifecycle import ServerState
+    from router.pipeline.pipeline import Pipeline
+    from router.profiling.auto_profile import AutoProfile
+
+
+class Status:
+    """The endpoints on health, tiers and the contract."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        profiling: AutoProfile,
+        database: Database,
+        server_state: ServerState,
+        keys: KeyStore,
+        about: Mapping[str, str],
+    ) -> None:
+        self._fleet, self._policy, self._reservations = pipeline.fleet, pipeline.policy, pipeline.charging.reservations
+        self._profiling, self._database, self._keys, self._about = profiling, database, keys, about
+        self._server_state = server_state
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/tiers", self.tiers),
+            Route("/readyz", self.readyz),
+            Route("/healthz", self.healthz),
+            Route("/health", self.health),
+            Route("/openapi.json", self.openapi),
+        ]
+
+    async def healthz(self, _request: Request) -> Response:
+        return json_response({"status": "alive"})
+
+    async def readyz(self, _request: Request) -> Response:
+        """Answer 200 while a tier is ready, else 503, also when the router shuts down.
+
+        The body has every tier's state, and what tiers that have not served yet still need.
+        """
+        tiers = self._fleet.snapshot().tiers
+        serves = self._server_state.open and self._keys.ready
+        ready = serves and any(tier.status is ReplicaStatus.READY for tier in tiers)
+        body = {
+            "ready": ready,
+            "tiers": {tier.spec.name: tier.status.value for tier in tiers},
+            "reasons": self._notes(),
+            "preparing": [
+                {"tier": tier.spec.name, **render_preparing(tier.preparing)}
+                for tier in tiers
+                if tier.preparing is not None and tier.preparing.failed is None
+            ],
+        }
+        return json_response(body, 200 if ready else 503)
+
+    async def health(self, _request: Request) -> Response:
+        """Answer with the health of the whole, and what is wrong: 503 while no tier is ready or the router shuts down."""
+        notes = [*self._fleet.notes.values(), *self._notes()]
+        health = health_of(self._fleet.snapshot(), notes, serves=self._server_state.open)
+        return json_response(health, 503 if health["status"] == "unhealthy" else 200)
+
+    def _notes(self) -> list[str]:
+        fault = self._database.fault
+        file = [f"usage is not written: {self._database.path} cannot be used ({fault})"] if fault else []
+        return [*self._keys.notes, *self._reservations.notes, *file]
+
+    async def tiers(self, request: Request) -> Response:
+        """Answer with the present fleet; only operators see the engines' addresses."""
+        inside = context_of(request.scope).caller.sees_all
+        fleet, model = self._fleet, self._about["model"]
+        shown = render_fleet(fleet.snapshot(), model, fleet.machine, fleet.sources, inside=inside)
+        profiling, budget = self._profiling.render(inside=inside), render_budget(self._policy)
+        return json_response({**shown, "profiling": profiling, "loss_budget": budget})
+
+    async def openapi(self, _request: Request) -> Response:
+        content = await asyncio.to_thread(document, self._about["version"])
+        return Response(content, media_type="application/json")
