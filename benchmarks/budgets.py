@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from router.accounting.budgets import OverBudget, periods
+from router.accounting.budgets import OverBudgetError, periods
 from router.accounting.database import Database
 from router.accounting.ledgers import BudgetLedger, RedisLedger, SqliteLedger
 from router.accounting.reservations import Reservations
@@ -65,7 +65,7 @@ async def send(where: str, run: str, requests: int, number: int) -> None:
             caller, most = source.choice(who), source.randint(1, MOST_US)
             try:
                 grant = await reservations.enter(caller.accounts, Cost(most, most // 3))
-            except OverBudget:
+            except OverBudgetError:
                 counts["refused"] += 1
                 continue
             await asyncio.sleep(0)

@@ -43,7 +43,7 @@ http {{
 """
 
 
-class Skipped(Exception):
+class SkippedError(Exception):
     """A proxy cannot be had. The text says why, and how to get it."""
 
 
@@ -79,7 +79,7 @@ class Proxy:
     """A row of the table.
 
     Attributes:
-        version: Returns what it is, or raises Skipped.
+        version: Returns what it is, or raises SkippedError.
         command: Returns the command that starts it, and its environment; None: there is none, and the stub is asked.
         ours: Whether it is this project.
         generate: Whether it is asked on ``/generate``.
@@ -106,7 +106,7 @@ class Proxy:
 
 def _nginx_version() -> str:
     if shutil.which("nginx") is None:
-        raise Skipped("nginx is not installed: apt-get install nginx-light, or scripts/setup services")
+        raise SkippedError("nginx is not installed: apt-get install nginx-light, or scripts/setup services")
     said = subprocess.run(["nginx", "-v"], capture_output=True, text=True, check=True).stderr
     return said.strip().rpartition("/")[2]
 
@@ -127,7 +127,7 @@ def from_index(name: str) -> Callable[[], str]:
         made = subprocess.run(["scripts/setup", name], cwd=ROOT, capture_output=True, text=True, check=False)
         if made.returncode:
             said = next((line for line in made.stderr.splitlines() if "error" in line), "no word")
-            raise Skipped(f"its environment could not be made (scripts/setup {name}): {said.strip()[:200]}")
+            raise SkippedError(f"its environment could not be made (scripts/setup {name}): {said.strip()[:200]}")
         pinned = re.search(rf"^{name}==(\S+)", (ROOT / f"requirements/{name}.txt").read_text("utf-8"), re.MULTILINE)
         assert pinned is not None
         return pinned[1]
@@ -219,7 +219,7 @@ def started(proxy: Proxy, place: Place) -> Iterator[Started]:
     """Run a proxy until it answers.
 
     Raises:
-        Skipped: It did not start.
+        SkippedError: It did not start.
     """
     assert proxy.command is not None
     argv, env = proxy.command(place)
@@ -229,5 +229,5 @@ def started(proxy: Proxy, place: Place) -> Iterator[Started]:
             wait_for(place.port, "/readyz" if proxy.ours else "/health", 30)
         except TimeoutError as error:
             said = log.read_text("utf-8", "replace").strip().splitlines() or ["nothing"]
-            raise Skipped(f"it did not start within 30 s; it said: {said[-1][:200]}") from error
+            raise SkippedError(f"it did not start within 30 s; it said: {said[-1][:200]}") from error
         yield Started(place.port, running)

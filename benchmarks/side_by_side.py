@@ -37,7 +37,7 @@ from proxies import (
     STREAM_TOKENS,
     WHOLE_TOKENS,
     Place,
-    Skipped,
+    SkippedError,
     Started,
     commit,
     default_tokenizer,
@@ -279,7 +279,7 @@ def _start(
                 place = Place(engines, free_port(), str(cores[0]), folder, tokenizer)
                 running[name] = stack.enter_context(started(proxy, place))
             say(f"{name}: {run.versions[name]}")
-        except Skipped as why:
+        except SkippedError as why:
             run.versions.pop(name, None)
             run.skipped[name] = str(why)
             say(f"{name}: skipped: {why}")

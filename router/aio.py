@@ -54,7 +54,7 @@ class Finishing:
     async def finish(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.shield(self._start(work))
 
-    async def take(self, taking: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, None]]) -> T:
+    async def acquire(self, taking: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, None]]) -> T:
         """Return what ``taking`` returns; if the caller is cancelled meanwhile, it is undone."""
         task = self._start(taking)
         try:

@@ -21,7 +21,7 @@ from router.accounting.reservations import Reservations
 from router.accounting.usage import UsageLog
 from router.aio import end_tasks
 from router.api.admin import Admin, reload_route
-from router.api.asgi import ClientGone
+from router.api.asgi import ClientGoneError
 from router.api.bodies import Rules
 from router.api.endpoint import Answering, Service
 from router.api.generate import GENERATE, DecisionAlone
@@ -220,7 +220,7 @@ class App:
             *self._routes,
             *admin,
         ]
-        handlers = dict.fromkeys((*PROBLEMS, ClientGone, Exception), _problem)  # by type; Exception: all others
+        handlers = dict.fromkeys((*PROBLEMS, ClientGoneError, Exception), _problem)  # by type; Exception: all others
         app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
         app.router.redirect_slashes = False  # a redirect would go to the host of the caller's Host header
         return app, direct, settings.server.allowed_hosts if is_loopback(settings.server.host) else None
@@ -241,23 +241,23 @@ class App:
             raise ReloadError(str(error)) from None
         served, pipeline = self._served(settings), self.pipeline
 
-        def take() -> None:
-            self._keys.take(keys)
+        def use() -> None:
+            self._keys.use(keys)
             if tls is not None and pair is not None:
-                tls.take(settings.tls, pair)
-            self._entry.take(*served)
+                tls.use(settings.tls, pair)
+            self._entry.use(*served)
             self._streams.bounds = settings.server
             pipeline.policy.use(settings.policy)
-            pipeline.charging.take(settings)
-            pipeline.admission.take(settings.admission)
-            self._upstream.take(settings.upstream)
-            pipeline.overflow.client.take(settings.overflow, settings.upstream)
+            pipeline.charging.use(settings)
+            pipeline.admission.use(settings.admission)
+            self._upstream.use(settings.upstream)
+            pipeline.overflow.client.use(settings.overflow, settings.upstream)
             self._evaluation.share = settings.policy.live_check_share
             pipeline.telemetry.record_prompts = settings.telemetry.record_prompts
             if Logging.current is not None:
                 Logging.current.set_level(settings.telemetry)
 
-        return take
+        return use
 
     @asynccontextmanager
     async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:

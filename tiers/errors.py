@@ -2,18 +2,18 @@
 
 TierError
 ├── CheckpointError        a checkpoint is missing, unfinished or does not belong with the others
-│   └── TokenizerMismatch  two tiers would read the same prompt as different tokens
+│   └── TokenizerMismatchError  two tiers would read the same prompt as different tokens
 ├── PlanError              the engines do not fit on this machine
 ├── EngineError            an engine process failed
-│   ├── PortInUse          its port is taken by something else
-│   ├── EngineDied         it exited
-│   │   └── EngineHung     it computes nothing any more
-│   ├── EngineSlow         it runs elsewhere, and has been too slow for too long
-│   └── WarmupFailed       its answers are not sane text
-│       └── CanaryRefused  its answers or its speed are not those of its checkpoint before
+│   ├── PortInUseError          its port is taken by something else
+│   ├── EngineDiedError         it exited
+│   │   └── EngineHungError     it computes nothing any more
+│   ├── EngineSlowError         it runs elsewhere, and has been too slow for too long
+│   └── WarmupFailedError       its answers are not sane text
+│       └── CanaryRefusedError  its answers or its speed are not those of its checkpoint before
 ├── OperationError         an operator's request cannot be carried out
-│   ├── UnknownReplica     there is no such replica
-│   └── NotPossible        not on this replica, or not now
+│   ├── UnknownReplicaError     there is no such replica
+│   └── NotPossibleError        not on this replica, or not now
 ├── DiscoveryError         a file or a DNS name does not tell engines
 └── ProbeError             an engine did not answer a probe as vLLM does
     └── RefusedError       it refused the request with HTTP 400
@@ -30,7 +30,7 @@ class CheckpointError(TierError):
     """A checkpoint is missing, unfinished or unusable."""
 
 
-class TokenizerMismatch(CheckpointError):
+class TokenizerMismatchError(CheckpointError):
     """Tiers differ in tokenizer or chat template."""
 
 
@@ -42,27 +42,27 @@ class EngineError(TierError):
     """An engine process failed."""
 
 
-class PortInUse(EngineError):
+class PortInUseError(EngineError):
     """The engine's port is taken."""
 
 
-class EngineDied(EngineError):
+class EngineDiedError(EngineError):
     """The engine process exited."""
 
 
-class EngineHung(EngineDied):
+class EngineHungError(EngineDiedError):
     """The engine has requests and computes nothing."""
 
 
-class EngineSlow(EngineError):
+class EngineSlowError(EngineError):
     """The engine, which runs elsewhere, has been too slow for too long."""
 
 
-class WarmupFailed(EngineError):
+class WarmupFailedError(EngineError):
     """The engine is alive but its answers are not usable."""
 
 
-class CanaryRefused(WarmupFailed):
+class CanaryRefusedError(WarmupFailedError):
     """The engine's answers differ from its checkpoint's earlier ones, or it is much slower."""
 
 
@@ -70,11 +70,11 @@ class OperationError(TierError):
     """An operator's request is not carried out."""
 
 
-class UnknownReplica(OperationError):
+class UnknownReplicaError(OperationError):
     """There is no such replica."""
 
 
-class NotPossible(OperationError):
+class NotPossibleError(OperationError):
     """The operation is not possible on this replica, or not now."""
 
 

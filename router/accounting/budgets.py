@@ -62,7 +62,7 @@ class Hold(NamedTuple):
         return None
 
 
-class Taken(NamedTuple):
+class Reserved(NamedTuple):
     """The answer to a request for a hold.
 
     Attributes:
@@ -74,7 +74,7 @@ class Taken(NamedTuple):
     denied: tuple[Account, Limit] | None
 
 
-class OverBudget(Exception):
+class OverBudgetError(Exception):
     """A budget is used up.
 
     Attributes:
@@ -85,7 +85,7 @@ class OverBudget(Exception):
         retry_after_s: Seconds until then; None: the request alone is larger than the budget.
     """
 
-    def __init__(self, hold: Hold, taken: Taken, at: float, currency: str) -> None:
+    def __init__(self, hold: Hold, taken: Reserved, at: float, currency: str) -> None:
         assert taken.denied is not None
         self.account, self.limit = taken.denied
         span, unit, amount = self.limit
@@ -102,7 +102,7 @@ class OverBudget(Exception):
         super().__init__(f"the budget of {self.account.title}, {self.text}, {why}")
 
 
-class BudgetUnknown(Exception):
+class BudgetUnknownError(Exception):
     """What a budget has used is not known, because the ledger cannot be read."""
 
     def __init__(self, place: str) -> None:
@@ -111,5 +111,5 @@ class BudgetUnknown(Exception):
         )
 
 
-class NoPrice(Exception):
+class NoPriceError(Exception):
     """A budget of money cannot be kept, because nothing has a price."""

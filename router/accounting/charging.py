@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from router.accounting.budgets import OverBudget
+from router.accounting.budgets import OverBudgetError
 from router.policy.decide import decide
 from router.policy.decision import Rate, Refusal
 from router.telemetry.record import Cost, TierUsage
@@ -90,7 +90,7 @@ class Charging:
     prices: Mapping[TierName, float]
     _made: tuple[tuple[object, ...], Pricing] | None = field(default=None, init=False)
 
-    def take(self, settings: Settings) -> None:
+    def use(self, settings: Settings) -> None:
         """Take other prices and budgets; they hold from the next request on."""
         self.prices, self.reservations.settings = settings.policy.prices, settings.budgets
 
@@ -110,13 +110,13 @@ class Charging:
         another decision, and ``headers`` get one that says so.
 
         Raises:
-            OverBudget: A budget does not allow it now.
+            OverBudgetError: A budget does not allow it now.
         """
         pricing, accounts = self.pricing, caller.accounts
         try:
             most = max(pricing.most(decision, tier) for tier in self._tiers(decision.query))
             return await self.reservations.enter(accounts, most), decision
-        except OverBudget as over:
+        except OverBudgetError as over:
             if caller.over_budget != "cheapest":
                 raise
             tiers = self._tiers(replace(decision.query, require=False))

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from router.accounting.budgets import Hold, Taken, Used
+from router.accounting.budgets import Hold, Reserved, Used
 from router.auth.api_keys import Account
 from router.redis_link import REDIS_TIMEOUT_S, connect
 from router.telemetry.record import FREE, Cost
@@ -45,13 +45,13 @@ class MemoryLedger:
         self._spent: Used = defaultdict(Cost, known or {})
         self._holds: dict[str, Hold] = {}
 
-    async def take(self, hold: Hold) -> Taken:
+    async def reserve(self, hold: Hold) -> Reserved:
         """Reserve what a hold asks for if that breaks no limit."""
         used = await self.used([account.id for account in hold.accounts], hold.periods)
         denied = hold.broken(used)
         if denied is None:
             self._holds[hold.id] = hold
-        return Taken(used, denied)
+        return Reserved(used, denied)
 
     async def settle(self, hold: Hold, cost: Cost) -> None:
         """End a reservation, and count what was used instead."""
@@ -82,17 +82,17 @@ class SqliteLedger:
         self._database, self._now = database, now
         self.place = f"the file {database.path}"
 
-    async def take(self, hold: Hold) -> Taken:
+    async def reserve(self, hold: Hold) -> Reserved:
         ids = [account.id for account in hold.accounts]
 
-        def work(sql: sqlite3.Connection) -> Taken:
+        def work(sql: sqlite3.Connection) -> Reserved:
             now = self._now()
             used = _used(sql, ids, hold.periods, now)
             denied = hold.broken(used)
             if denied is None:
                 rows = [(account, hold.id, *hold.periods, *hold.reserved, now + LEASE_S) for account in ids]
                 sql.executemany("INSERT INTO held VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
-            return Taken(used, denied)
+            return Reserved(used, denied)
 
         return await self._database.change(work)
 
@@ -227,7 +227,7 @@ class RedisLedger:
         self._take, self._settle = self._redis.register_script(_TAKE), self._redis.register_script(_SETTLE)
         self._renew = self._redis.register_script(_RENEW)
 
-    async def take(self, hold: Hold) -> Taken:
+    async def reserve(self, hold: Hold) -> Reserved:
         most = {(a.id, limit[0], limit[1]): limit.amount * hold.times for a in hold.accounts for limit in a.limits}
         limits = [most.get((account.id, span, unit), -1) for account in hold.accounts for span, unit in _ORDER]
         args = [hold.id, *hold.reserved, *hold.periods, LEASE_S, *limits]
@@ -235,9 +235,9 @@ class RedisLedger:
         pairs = zip(map(int, told[::2]), map(int, told[1::2]), strict=True)
         used = {place: Cost(*pair) for place, pair in zip(hold.places, pairs, strict=True)}
         if not denied:
-            return Taken(used, None)
+            return Reserved(used, None)
         account, which = hold.accounts[(denied - 1) // 4], _ORDER[(denied - 1) % 4]
-        return Taken(used, next((account, limit) for limit in account.limits if limit[:2] == which))
+        return Reserved(used, next((account, limit) for limit in account.limits if limit[:2] == which))
 
     async def settle(self, hold: Hold, cost: Cost) -> None:
         await self._settle(keys=_names(hold), args=[hold.id, *cost, SETTLED_KEPT_S, SPENT_KEPT_S])
@@ -253,7 +253,7 @@ class RedisLedger:
     async def used(self, accounts: Iterable[str], periods: Periods) -> Used:
         used = Used()
         for account in accounts:
-            used |= (await self.take(Hold("", (Account(account, "", ()),), periods, FREE))).used
+            used |= (await self.reserve(Hold("", (Account(account, "", ()),), periods, FREE))).used
         return used
 
     async def aclose(self) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from router.accounting.budgets import BudgetUnknown, Hold, NoPrice, OverBudget, periods
+from router.accounting.budgets import BudgetUnknownError, Hold, NoPriceError, OverBudgetError, periods
 from router.accounting.ledgers import MemoryLedger
 from router.aio import Finishing, end_tasks
 from router.redis_link import UNAVAILABLE, outage
@@ -26,7 +26,7 @@ from tiers.background import Faults
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from router.accounting.budgets import Taken, Used
+    from router.accounting.budgets import Reserved, Used
     from router.accounting.ledgers import BudgetLedger
     from router.accounting.settings import BudgetSettings
     from router.auth.api_keys import Account
@@ -62,7 +62,7 @@ class Reservations:
     def __init__(self, ledger: BudgetLedger, settings: BudgetSettings, now: Callable[[], float] = time.time) -> None:
         self.ledger, self.settings, self._now = ledger, settings, now
         self._alone: MemoryLedger | None = None  # while the ledger does not answer
-        self._back = False  # it answers again, and gets what it is owed, before anything is taken from it
+        self._back = False  # it answers again, and gets what it is owed, before anything is reserved from it
         self._known: Used = {}
         self._open: dict[str, Hold] = {}
         self._owed: dict[str, tuple[Hold, Cost]] = {}
@@ -77,20 +77,20 @@ class Reservations:
         """Reserve what a request may cost at most, in all accounts or in none; budgets count ``times`` times.
 
         Raises:
-            OverBudget: A budget does not allow it now.
-            NoPrice: There is a budget of money, and no price.
-            BudgetUnknown: The ledger cannot be reached, and nothing is known of a budget.
+            OverBudgetError: A budget does not allow it now.
+            NoPriceError: There is a budget of money, and no price.
+            BudgetUnknownError: The ledger cannot be reached, and nothing is known of a budget.
         """
         units = {limit.unit for account in accounts for limit in account.limits}
         if self.settings.replica_hour is None and "money_u" in units:
-            raise NoPrice("this key has a budget of money, and budgets.replica_hour, the price, is not set")
+            raise NoPriceError("this key has a budget of money, and budgets.replica_hour, the price, is not set")
         now = self._now()
         hold = Hold(secrets.token_hex(12), accounts, periods(now), asked, times)
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep())
-        taken = await self._work.take(self._take(hold), partial(self._undo, hold))
-        if taken.denied is not None:
-            raise OverBudget(hold, taken, now, self.settings.currency)
+        reserved = await self._work.acquire(self._reserve(hold), partial(self._undo, hold))
+        if reserved.denied is not None:
+            raise OverBudgetError(hold, reserved, now, self.settings.currency)
         return Reservation(self, hold)
 
     async def settle(self, hold: Hold, cost: Cost) -> None:
@@ -109,28 +109,28 @@ class Reservations:
             log.error("charges of %d requests are lost: %s", len(self._owed), outage(error))  # noqa: TRY400
         await self.ledger.aclose()
 
-    async def _take(self, hold: Hold) -> Taken:
-        taken: Taken | None = None
+    async def _reserve(self, hold: Hold) -> Reserved:
+        reserved: Reserved | None = None
         if self._alone is None:
             try:
                 async with asyncio.timeout(self.ledger.timeout_s):
-                    taken = await self.ledger.take(hold)
+                    reserved = await self.ledger.reserve(hold)
             except LOST as error:
                 self._lose(error)
             else:
-                self._remember(taken.used)
-        if taken is None:
+                self._remember(reserved.used)
+        if reserved is None:
             assert self._alone is not None
             needed = {(a.id, getattr(hold.periods, limit.span)) for a in hold.accounts for limit in a.limits}
             if self.settings.while_unknown != "serve" and not needed <= self._known.keys():
-                raise BudgetUnknown(self.ledger.place)
-            taken = await self._alone.take(hold)
-        if taken.denied is None:
+                raise BudgetUnknownError(self.ledger.place)
+            reserved = await self._alone.reserve(hold)
+        if reserved.denied is None:
             self._open[hold.id] = hold
-        return taken
+        return reserved
 
-    async def _undo(self, hold: Hold, taken: Taken) -> None:
-        if taken.denied is None:
+    async def _undo(self, hold: Hold, reserved: Reserved) -> None:
+        if reserved.denied is None:
             await self.settle(hold, FREE)
 
     async def _settle(self, hold: Hold, cost: Cost) -> None:

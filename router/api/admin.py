@@ -9,7 +9,7 @@ from starlette.routing import Route
 
 from router.api.asgi import context_of, read_body
 from router.api.bodies import json_response, parse_adapter, parse_remove, parse_replica
-from router.api.problems import NotAdmin
+from router.api.problems import NotAdminError
 from router.auth.network import is_loopback
 from tiers.lifecycle.operations import KINDS, Kind, Operation, Operations
 from tiers.spec import Adapter
@@ -100,19 +100,19 @@ def reload_route(reloads: Reloads, keys: KeyStore) -> Route:
 
 
 def check_admin(request: Request, keys: KeyStore) -> None:
-    """Let in admin keys; without keys, clients on this machine that are neither a proxy nor a web page.
+    """Accept admin keys; without keys, clients on this machine that are neither a proxy nor a web page.
 
     Raises:
-        NotAdmin: Others.
+        NotAdminError: Others.
     """
     if keys.required:
         if not context_of(request.scope).caller.admin:
-            raise NotAdmin("this key may not operate on replicas: 'qarr keys add NAME --admin' makes one that may")
+            raise NotAdminError("this key may not operate on replicas: 'qarr keys add NAME --admin' makes one that may")
         return
     foreign = next((name for name in FOREIGN_HEADERS if name in request.headers), None)
     if foreign is not None or request.client is None or not is_loopback(request.client.host):
         came = f"this request came with the header {foreign}" if foreign else "this one came from elsewhere"
-        raise NotAdmin(
+        raise NotAdminError(
             f"without keys, replicas are operated on from this machine only, and {came}: make a key with 'qarr keys add "
             f"NAME --admin'"
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 import zstandard
 
-from router.server.errors import BodyTooLarge
+from router.server.errors import BodyTooLargeError
 from router.server.responder import HOLD, OUT
 
 if TYPE_CHECKING:
@@ -32,19 +32,19 @@ T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
 
-class ClientGone(Exception):
+class ClientGoneError(Exception):
     """The client closed the connection."""
 
 
-class UnknownCoding(Exception):
+class UnknownCodingError(Exception):
     """A request body in a coding that is not known here, or not in the one that its head says."""
 
 
-class ForeignHost(Exception):
+class ForeignHostError(Exception):
     """A request to a name that is not known to be this router's."""
 
 
-class ForeignPage(Exception):
+class ForeignPageError(Exception):
     """A request that a web page of another origin made its reader's browser send."""
 
 
@@ -62,24 +62,24 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """Read a request's body, up to ``limit`` bytes, these also without its coding; a byte order mark is left out.
 
     Raises:
-        UnknownCoding: It is coded in a way that is not known here, or not as its head says.
-        BodyTooLarge: It is announced or found to be larger; the rest is left unread.
-        ClientGone: The client went away before it was complete.
+        UnknownCodingError: It is coded in a way that is not known here, or not as its head says.
+        BodyTooLargeError: It is announced or found to be larger; the rest is left unread.
+        ClientGoneError: The client went away before it was complete.
     """
     context = context_of(scope)
     announced = context.sent.get(b"content-length", b"")
     if announced.isdigit() and int(announced) > limit:
-        raise BodyTooLarge(limit)
+        raise BodyTooLargeError(limit)
     parts: list[bytes] = []
     size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise ClientGoneError
         part = message.get("body", b"")
         size += len(part)
         if size > limit:
-            raise BodyTooLarge(limit)
+            raise BodyTooLargeError(limit)
         parts.append(part)
         if not message.get("more_body", False):
             context.arrived = time.monotonic()
@@ -92,7 +92,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 def _decoded(body: bytes, codings: str, limit: int) -> bytes:
     layers = [name.strip().lower().removeprefix("x-") for name in codings.split(",") if name.strip()]
     if layers[2:]:  # a long list would keep everybody waiting
-        raise UnknownCoding(f"a body in {len(layers)} codings cannot be read: encode it once, or twice at most")
+        raise UnknownCodingError(f"a body in {len(layers)} codings cannot be read: encode it once, or twice at most")
     for coding in reversed(layers):
         try:
             if coding == "gzip":
@@ -102,11 +102,11 @@ def _decoded(body: bytes, codings: str, limit: int) -> bytes:
             elif coding == "zstd":
                 body = _zstd(body, limit)
             elif coding != "identity":
-                raise UnknownCoding(f"the body's coding, {coding[:40]!r}, is not known: {', '.join(CODINGS)} are")
+                raise UnknownCodingError(f"the body's coding, {coding[:40]!r}, is not known: {', '.join(CODINGS)} are")
         except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-            raise UnknownCoding(f"the body is not {coding}, as its Content-Encoding says: {error}") from None
+            raise UnknownCodingError(f"the body is not {coding}, as its Content-Encoding says: {error}") from None
         if len(body) > limit:
-            raise BodyTooLarge(limit)
+            raise BodyTooLargeError(limit)
     return body
 
 
@@ -141,11 +141,11 @@ def cancel_on_disconnect(scope: Scope) -> None:
     What is left to do after the last byte is always done.
 
     Raises:
-        ClientGone: It has left already.
+        ClientGoneError: It has left already.
     """
     out: Responder = scope[OUT]
     if out.disconnected:
-        raise ClientGone
+        raise ClientGoneError
     out.cancel_on_disconnect(asyncio.current_task())
 
 

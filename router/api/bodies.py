@@ -96,7 +96,7 @@ class FieldProblem:
     allowed: str
 
 
-class InvalidBody(Exception):
+class InvalidBodyError(Exception):
     """A request body that the endpoint does not accept."""
 
     def __init__(self, problems: tuple[FieldProblem, ...]) -> None:
@@ -198,7 +198,7 @@ def parse_adapter(body: bytes, rules: Rules) -> AdapterBody:
     """Parse a body.
 
     Raises:
-        InvalidBody: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
+        InvalidBodyError: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
     """
     return parsed(AdapterBody, body, adapter_allowed, rules)
 
@@ -228,20 +228,20 @@ def parse_replica(body: bytes, tiers: Collection[TierName]) -> tuple[TierName, s
     """Return the tier and the address of an engine that is to be added.
 
     Raises:
-        InvalidBody: The body is not UTF-8, not JSON, or a field is wrong; lists every problem.
+        InvalidBodyError: The body is not UTF-8, not JSON, or a field is wrong; lists every problem.
     """
     found = parsed(ReplicaBody, body, lambda _: REPLICA_ALLOWED)
     for tier in tiers:
         if tier == found.tier:
             return tier, found.url
-    raise InvalidBody((FieldProblem("tier", "there is no such tier", ", ".join(tiers)),))
+    raise InvalidBodyError((FieldProblem("tier", "there is no such tier", ", ".join(tiers)),))
 
 
 def parse_remove(body: bytes) -> RemoveBody:
     """Parse a body.
 
     Raises:
-        InvalidBody: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
+        InvalidBodyError: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
     """
     return parsed(RemoveBody, body or b"{}", lambda _: REMOVE_ALLOWED)
 
@@ -255,12 +255,12 @@ def parsed(
     """Parse a body; ``allowed`` returns the allowed values of each field.
 
     Raises:
-        InvalidBody: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
+        InvalidBodyError: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
     """
     try:
         return kind.model_validate_json(body, context=rules)
     except ValidationError as error:
-        raise InvalidBody(problems_of(error, allowed(rules))) from None  # pydantic's own text quotes the input
+        raise InvalidBodyError(problems_of(error, allowed(rules))) from None  # pydantic's own text quotes the input
 
 
 def routing_allowed(rules: Rules) -> dict[str, str]:

@@ -21,7 +21,7 @@ from router.api.asgi import (
 )
 from router.api.paths import error_form
 from router.api.problems import describe
-from router.api.resumable import ResumableStream, ResumedElsewhere, StreamGone
+from router.api.resumable import ResumableStream, ResumedElsewhereError, StreamGoneError
 from router.api.truncation import cutter_for
 from router.upstream.engine_stream import BufferedAnswer, EngineStream
 from router.upstream.errors import UpstreamError
@@ -83,7 +83,7 @@ class Endpoint:
     """One way to ask for an answer.
 
     Attributes:
-        parse: Reads a body; raises ``InvalidBody``, ``UnknownModel`` or ``BeyondKey`` for what is wrong with it.
+        parse: Reads a body; raises ``InvalidBodyError``, ``UnknownModelError`` or ``BeyondKeyError``.
         encoder: Returns what writes the events of a streamed answer.
         whole: Returns an answer that is not streamed, and its media type.
         resumes: Whether ``Last-Event-ID`` goes on with a stream.
@@ -118,7 +118,7 @@ class Answering:
         body = await read_body(scope, receive, server.max_body_bytes)
         cancel_on_disconnect(scope)
         if endpoint.resumes and (last_event_id := context.header(b"last-event-id")):
-            await self._resume(last_event_id, context, scope, receive, send)
+            await self._reconnect(last_event_id, context, scope, receive, send)
             return
         call = await endpoint.read(body, context, service)
         del body  # not to be held for as long as the answer takes
@@ -173,13 +173,13 @@ class Answering:
 
         try:
             await self.service.streams.read(stream, after, start, send)
-        except (ResumedElsewhere, StreamGone) as error:
+        except (ResumedElsewhereError, StreamGoneError) as error:
             if not started:
                 raise
             event = describe(error).event(error_form(self.endpoint.path), context.ids)
             await send(body_message(event + SEPARATOR, more=False))
 
-    async def _resume(
+    async def _reconnect(
         self, last_event_id: str, context: RequestContext, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Go on with a stream; the request's body, which clients send again as it was, is not looked at."""
@@ -194,7 +194,7 @@ class Answering:
 
 def answer_headers(active: ActiveRequest, settings: TelemetrySettings) -> dict[str, str]:
     """Return the headers that disclose who serves an answer and why."""
-    answer, decision, queued = active.answer, active.decision, active.admitted or active.diverted
+    answer, decision, queued = active.answer, active.decision, active.slot or active.diverted
     assert answer is not None
     spec = answer.spec
     if answer.overflow is not None:  # no tier answers

@@ -19,7 +19,7 @@ from router.api.asgi import context_of, read_body
 from router.api.bodies import (
     STANDARD_RULES,
     FieldProblem,
-    InvalidBody,
+    InvalidBodyError,
     ProviderBody,
     RoutingFields,
     Rules,
@@ -182,14 +182,14 @@ def parse(content: bytes, context: RequestContext, service: Service) -> Call:
     """Return what a body asks for: the prompt goes through the model's own chat template, at the engine.
 
     Raises:
-        BeyondKey: The priority is beyond the caller's key.
-        InvalidBody: It is not UTF-8, not JSON, or a field is wrong; no tier offers its adapter, or a precision it allows.
+        BeyondKeyError: The priority is beyond the caller's key.
+        InvalidBodyError: It is not UTF-8 or JSON, a field is wrong, or no tier offers its adapter or a precision it allows.
     """
     rules, fleet, limits = service.rules, service.pipeline.fleet, service.rules.limits
     body = parsed(GenerateBody, content, allowed_values, rules)
     if body.adapter is not None and body.adapter not in (offered := adapter_names(fleet)):
         known = f"one of {', '.join(offered)}" if offered else "none: no tier offers an adapter"
-        raise InvalidBody((FieldProblem("adapter", f"{body.adapter[:100]!r} is offered by no tier", known),))
+        raise InvalidBodyError((FieldProblem("adapter", f"{body.adapter[:100]!r} is offered by no tier", known),))
     if body.messages is not None:
         messages = [{"role": message.role, "content": message.content} for message in body.messages]
     else:
@@ -299,11 +299,11 @@ async def _whole(call: Call, active: ActiveRequest) -> tuple[bytes, str]:
     answer, parts = active.answer, list[str]()
     assert isinstance(answer, EngineStream)
 
-    def take(chunks: Sequence[Chunk]) -> bool:
+    def feed(chunks: Sequence[Chunk]) -> bool:
         parts.extend(chunk.text for chunk in chunks)
         return True
 
-    await answer.relay(take, partial(sleep, 0))
+    await answer.relay(feed, partial(sleep, 0))
     return to_json({"text": "".join(parts), **closing(answer), **call.context.ids}), "application/json"
 
 

@@ -7,9 +7,9 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from router.api.asgi import context_of
-from router.api.bodies import FieldProblem, InvalidBody, json_response
-from router.api.problems import UnknownModel
-from router.upstream.json_object import JsonObject, NotJson
+from router.api.bodies import FieldProblem, InvalidBodyError, json_response
+from router.api.problems import UnknownModelError
+from router.upstream.json_object import JsonObject, NotJsonError
 from tiers.quantization import shown_quantization
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
 
@@ -62,12 +62,12 @@ class Models:
         """Return what is told of one model, to a caller who may use some tiers (None: all).
 
         Raises:
-            UnknownModel: There is none of the name, or the caller may use no tier behind it.
+            UnknownModelError: There is none of the name, or the caller may use no tier behind it.
         """
         choice = choice_of(wanted, self.settings, self.fleet)
         card = None if choice is None else self._card(wanted, choice, allowed)
         if card is None or not card["tiers"]:
-            raise UnknownModel(wanted, tuple(card["id"] for card in self._cards(allowed)))
+            raise UnknownModelError(wanted, tuple(card["id"] for card in self._cards(allowed)))
         return card
 
     def _cards(self, allowed: frozenset[TierName] | None) -> list[dict[str, Any]]:
@@ -119,12 +119,12 @@ def read_document(body: bytes) -> JsonObject:
     """Parse a request's body.
 
     Raises:
-        InvalidBody: It is not a JSON object.
+        InvalidBodyError: It is not a JSON object.
     """
     try:
         return JsonObject.parse(body)
-    except NotJson as error:
-        raise InvalidBody((FieldProblem("body", str(error), "a JSON object in UTF-8"),)) from None
+    except NotJsonError as error:
+        raise InvalidBodyError((FieldProblem("body", str(error), "a JSON object in UTF-8"),)) from None
 
 
 def model_names(settings: OpenAISettings, fleet: Fleet) -> dict[str, str]:
@@ -158,14 +158,14 @@ def resolve(document: JsonObject, settings: OpenAISettings, fleet: Fleet) -> Cho
     """Return what a body's model name asks for; ``auto`` if it names none, as vLLM allows.
 
     Raises:
-        UnknownModel: The name is not known.
+        UnknownModelError: The name is not known.
     """
     name = document.get("model")
     if name is None or name == "":
         return _CHOICES["auto"]
     choice = choice_of(name, settings, fleet) if isinstance(name, str) else None
     if choice is None:
-        raise UnknownModel(str(name), (*model_names(settings, fleet), *adapter_names(fleet)))
+        raise UnknownModelError(str(name), (*model_names(settings, fleet), *adapter_names(fleet)))
     return choice
 
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from router.api.bodies import FieldProblem, InvalidBody
+from router.api.bodies import FieldProblem, InvalidBodyError
 from router.api.endpoint import Endpoint, as_it_came, report_on, with_member
 from router.api.models import read_document, resolve
 from router.api.openai import priority_to_send, routing_fields, undraftable_of
 from router.api.openai_prompt import PART_TOKENS, SYSTEM_ROLES, last_turn, other_parts, text_of
 from router.api.paths import MESSAGES, RESPONSES, error_form
-from router.api.problems import NotStored, describe
+from router.api.problems import NotStoredError, describe
 from router.api.provider import provider_of, with_provider
 from router.pipeline.pipeline import engine_request_id
 from router.pipeline.request import MAX_COUNT, Call, PromptText, chat_part, session_of
@@ -143,13 +143,13 @@ def read_response_body(document: JsonObject) -> Conversation:
     """Read the body of a request for a response.
 
     Raises:
-        InvalidBody: It asks for what needs stored responses.
+        InvalidBodyError: It asks for what needs stored responses.
     """
     given = {name: document.get(name) for name in _NEEDS_STORE}
     given["background"] = as_boolean(given["background"]) or None  # of a wrong type: the engine says what it is
     asked = [name for name, value in given.items() if value is not None]
     if asked:
-        raise InvalidBody(
+        raise InvalidBodyError(
             tuple(
                 FieldProblem(name, "needs stored responses, and none are stored here", _NEEDS_STORE[name])
                 for name in asked
@@ -184,9 +184,9 @@ def _parse(api: _Api, body: bytes, context: RequestContext, service: Service) ->
     """Read what routing needs of a body; the rest of it goes to the engine as it is.
 
     Raises:
-        InvalidBody: It is no JSON object, or its options are not valid.
-        UnknownModel: Its model is none of ours.
-        BeyondKey: The priority is beyond the caller's key.
+        InvalidBodyError: It is no JSON object, or its options are not valid.
+        UnknownModelError: Its model is none of ours.
+        BeyondKeyError: The priority is beyond the caller's key.
     """
     settings, rules, fleet = service.settings, service.rules, service.pipeline.fleet
     document = read_document(body)
@@ -195,7 +195,7 @@ def _parse(api: _Api, body: bytes, context: RequestContext, service: Service) ->
     fields, hint_field = routing_fields(document, context, choice.tier, rules)
     if fields.truncate is not None:
         wrong = f"is not supported at {api.path}", "at /generate, /v1/chat/completions and /v1/completions"
-        raise InvalidBody((FieldProblem("truncate", *wrong),))
+        raise InvalidBodyError((FieldProblem("truncate", *wrong),))
     provider = provider_of(document, rules)
     named = as_integer(document.get(api.limit))
     limit = settings.limits.default_max_tokens if named is None else named
@@ -269,6 +269,6 @@ async def stored_response(request: Request) -> None:
     """Answer whoever asks for a response by its id: there is none.
 
     Raises:
-        NotStored: Always.
+        NotStoredError: Always.
     """
-    raise NotStored(request.path_params["id"])
+    raise NotStoredError(request.path_params["id"])

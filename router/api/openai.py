@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from router.api.bodies import (
     MOST_NAME_CHARS,
     FieldProblem,
-    InvalidBody,
+    InvalidBodyError,
     RoutingFields,
     Rules,
     first_errors,
@@ -82,9 +82,9 @@ def parse(path: str, body: bytes, context: RequestContext, service: Service) -> 
     """Read what routing needs of a request for a completion; the rest of its body goes to the engine as it is.
 
     Raises:
-        InvalidBody: It is no JSON object, or its options are not valid.
-        UnknownModel: Its model is none of ours.
-        BeyondKey: The priority is beyond the caller's key.
+        InvalidBodyError: It is no JSON object, or its options are not valid.
+        UnknownModelError: Its model is none of ours.
+        BeyondKeyError: The priority is beyond the caller's key.
     """
     settings, rules, pipeline = service.settings, service.rules, service.pipeline
     document, chat = read_document(body), path == CHAT
@@ -163,7 +163,7 @@ def routing_fields(document: JsonObject, context: RequestContext, model: str, ru
     """Return the routing options of a request, and the field that names its tier.
 
     Raises:
-        InvalidBody: They are not valid.
+        InvalidBodyError: They are not valid.
     """
     by_header, by_body = _from_headers(context, rules), _from_body(document, rules)
     policy: TierPolicy = "prefer" if model == "auto" else rules.tier_policy
@@ -191,7 +191,7 @@ def _sequences(document: JsonObject, prompt: PromptText, most: int, *, chat: boo
         prompts = f" for each of {prompt.prompts} prompts" if prompt.prompts > 1 else ""
         asked = f"asks for {str(each)[:20]} answers{prompts}"
         problem = FieldProblem(field, asked, f"an integer from 1 to {most // prompt.prompts}")
-    raise InvalidBody((problem,))
+    raise InvalidBodyError((problem,))
 
 
 def _from_headers(context: RequestContext, rules: Rules) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _from_headers(context: RequestContext, rules: Rules) -> dict[str, Any]:
         else:
             given.setdefault("sla", {})[path[1]] = value
     if problems:
-        raise InvalidBody(tuple(problems))
+        raise InvalidBodyError(tuple(problems))
     return given
 
 
@@ -229,7 +229,7 @@ def _from_body(document: JsonObject, rules: Rules) -> dict[str, Any]:
             problems.append(
                 FieldProblem(f"qarr.{field}".rstrip("."), e["msg"].lower(), allowed.get(field, allowed[""]))
             )
-        raise InvalidBody(tuple(problems)) from None
+        raise InvalidBodyError(tuple(problems)) from None
     return fields.model_dump(exclude_unset=True)
 
 
@@ -237,7 +237,7 @@ def priority_to_send(document: JsonObject, fields: OpenAIFields, context: Reques
     """Return the priority to send; None leaves the body's own.
 
     Raises:
-        BeyondKey: It is beyond the caller's key, and the key refuses what is.
+        BeyondKeyError: It is beyond the caller's key, and the key refuses what is.
     """
     if "priority" in fields.model_fields_set:
         return class_priority(context.caller, fields.priority, "qarr.priority")

@@ -13,9 +13,9 @@ from starlette.responses import Response
 from router.api.asgi import cancel_on_disconnect, context_of, no_body, read_body
 from router.api.models import read_document, resolve
 from router.api.paths import EMBEDDINGS, ErrorForm, error_form
-from router.api.problems import NoEmbeddings
+from router.api.problems import NoEmbeddingsError
 from router.upstream.client import no_answer, refusal
-from router.upstream.errors import EngineFailed, EngineUnreachable, NoSlot, UpstreamError
+from router.upstream.errors import EngineFailedError, EngineUnreachableError, NoSlotError, UpstreamError
 from tiers.spec import ReplicaStatus, TierName
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Embeddings:
         body = await read_body(scope, receive, deps.settings.server.max_body_bytes)
         document = read_document(body)
         if not deps.settings.openai.embeddings_urls:
-            raise NoEmbeddings(
+            raise NoEmbeddingsError(
                 "no engine here serves embeddings: the tiers generate text; set openai.embeddings_urls to one that does"
             )
         engines = tuple(
@@ -120,10 +120,10 @@ async def pass_on(deps: Passthrough, context: RequestContext, small: SmallReques
     """Take the quota, pass a small request on, and send the answer as it is.
 
     Raises:
-        OverQuota: The caller's quota is used up.
-        NoEngineAnswered: Those that were asked failed.
-        NoSlot: None could be asked.
-        EngineRefused: An engine says that the request is wrong, where that is to have another form than the engine's.
+        OverQuotaError: The caller's quota is used up.
+        NoEngineAnsweredError: Those that were asked failed.
+        NoSlotError: None could be asked.
+        EngineRefusedError: An engine says that the request is wrong, where that is to have another form than the engine's.
     """
     grant = await deps.quotas.enter(context.caller, small.tokens, context.limits)
     used: int | None = None
@@ -149,11 +149,11 @@ async def _first_answer(upstream: Upstream, small: SmallRequest, request_id: str
                 engine.url, engine.api_key, small.path, engine.body, small.pool, request_id=request_id
             )
             return await ask
-        except (EngineUnreachable, EngineFailed) as error:
+        except (EngineUnreachableError, EngineFailedError) as error:
             causes.append(error)
     if causes:
         raise no_answer(causes, *map(str, causes))
-    raise NoSlot("no tier that could answer this is ready")
+    raise NoSlotError("no tier that could answer this is ready")
 
 
 def count_input(value: Any) -> int:

@@ -13,22 +13,35 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from router.accounting.budgets import BudgetUnknown, NoPrice, OverBudget
-from router.api.asgi import CODINGS, ClientGone, ForeignHost, ForeignPage, UnknownCoding, context_of
-from router.api.bodies import FieldProblem, InvalidBody, json_response
+from router.accounting.budgets import BudgetUnknownError, NoPriceError, OverBudgetError
+from router.api.asgi import CODINGS, ClientGoneError, ForeignHostError, ForeignPageError, UnknownCodingError, context_of
+from router.api.bodies import FieldProblem, InvalidBodyError, json_response
 from router.api.paths import ErrorForm, error_form
-from router.api.resumable import ResumedElsewhere, StreamGone, UnknownStream
-from router.auth.api_keys import MICRO, BeyondKey, IssuerAway, Unauthorized
-from router.auth.quota import OverQuota
+from router.api.resumable import ResumedElsewhereError, StreamGoneError, UnknownStreamError
+from router.auth.api_keys import MICRO, BeyondKeyError, IssuerUnreachableError, UnauthorizedError
+from router.auth.quota import OverQuotaError
 from router.pipeline.request import RequestContext
-from router.policy.decision import Decision, Refusal, Refused
+from router.policy.decision import Decision, Refusal, RequestRefusedError
 from router.policy.render import render_estimates
 from router.reload import ReloadError
-from router.server.errors import BodyTooLarge, HeadTooLarge, NotHttp, TooManyConnections, TooSlow
+from router.server.errors import (
+    BodyTooLargeError,
+    HeadTooLargeError,
+    NotHttpError,
+    RequestTooSlowError,
+    TooManyConnectionsError,
+)
 from router.server.responder import CLIENT_GONE
-from router.telemetry.request_trace import UnknownTrace
-from router.upstream.errors import EngineBroke, EngineRefused, EngineTooSlow, NoEngineAnswered, NoSlot, UpstreamError
-from tiers.errors import NotPossible, UnknownReplica
+from router.telemetry.request_trace import UnknownTraceError
+from router.upstream.errors import (
+    EngineBrokeError,
+    EngineRefusedError,
+    EngineTooSlowError,
+    NoEngineAnsweredError,
+    NoSlotError,
+    UpstreamError,
+)
+from tiers.errors import NotPossibleError, UnknownReplicaError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -42,29 +55,29 @@ BUSY_RETRY_S = 1  # the next request that finishes frees a slot
 LONGEST_RETRY_S = 3600
 
 
-class UnknownModel(Exception):
+class UnknownModelError(Exception):
     """A model name that is not known."""
 
     def __init__(self, model: str, known: tuple[str, ...]) -> None:
         super().__init__(f"there is no model {model[:100]!r} here: {', '.join(known)}")
 
 
-class NoEmbeddings(Exception):
+class NoEmbeddingsError(Exception):
     """No engine serves embeddings."""
 
 
-class NotStored(Exception):
+class NotStoredError(Exception):
     """A response is asked for by its id."""
 
     def __init__(self, response: str) -> None:
         super().__init__(f"responses are not stored here, so {response[:100]!r} cannot be read: keep the answer itself")
 
 
-class NotAdmin(Exception):
+class NotAdminError(Exception):
     """The caller may not operate on replicas."""
 
 
-class Draining(Exception):
+class DrainingError(Exception):
     """The router shuts down: it takes no new requests, or ends an open one at its deadline."""
 
     def __init__(self, detail: str = "this router is ending and takes no new requests: ask again") -> None:
@@ -188,7 +201,7 @@ def describe(error: Exception) -> Problem:
 
 def is_known(error: Exception) -> bool:
     """Tell whether an exception is one that the router means to raise."""
-    return isinstance(error, (ClientGone, *PROBLEMS))
+    return isinstance(error, (ClientGoneError, *PROBLEMS))
 
 
 def refusal(error: Exception, path: str) -> Response:
@@ -200,10 +213,10 @@ def refusal(error: Exception, path: str) -> Response:
 
 def response_to(error: Exception, scope: Scope) -> Response:
     """Return the response to a request that has ended with an exception."""
-    if isinstance(error, ClientGone):
+    if isinstance(error, ClientGoneError):
         return Response(status_code=CLIENT_GONE)
     form, context = error_form(scope["path"]), context_of(scope)
-    if form is not ErrorForm.PROBLEM and isinstance(error, EngineRefused) and error.body:
+    if form is not ErrorForm.PROBLEM and isinstance(error, EngineRefusedError) and error.body:
         if form is not ErrorForm.ANTHROPIC:  # the engine's own, in OpenAI's form
             return Response(error.body, error.status, context.headers, "application/json")
         # vLLM has two forms for it, and types of errors that are not Anthropic's.
@@ -217,41 +230,41 @@ def _plain(
     return lambda error: Problem(status, kind, title, str(error), retry_after_s=retry_after_s, headers=headers or {})
 
 
-def _invalid_body(error: InvalidBody) -> Problem:
+def _invalid_body(error: InvalidBodyError) -> Problem:
     return Problem(400, "invalid-request", "The request body is not valid", str(error), error.problems)
 
 
-def _unauthorized(error: Unauthorized) -> Problem:
+def _unauthorized(error: UnauthorizedError) -> Problem:
     code, challenge = (401, "invalid_api_key"), {"www-authenticate": "Bearer"}
     return Problem(401, "unauthorized", "A valid key is needed", str(error), openai=code, headers=challenge)
 
 
-def _beyond_key(error: BeyondKey) -> Problem:
+def _beyond_key(error: BeyondKeyError) -> Problem:
     beyond = FieldProblem(error.field, f"{error.asked} is beyond this key", error.allowed)
     return Problem(403, "beyond-key", "The key does not allow this", str(error), (beyond,))
 
 
-def _body_too_large(error: BodyTooLarge) -> Problem:
+def _body_too_large(error: BodyTooLargeError) -> Problem:
     allowed = FieldProblem("body", str(error), f"at most {error.limit} bytes")
     return Problem(413, "body-too-large", "The request body is too large", str(error), (allowed,))
 
 
-def _engine_refused(error: EngineRefused) -> Problem:
+def _engine_refused(error: EngineRefusedError) -> Problem:
     wrong = FieldProblem("prompt", error.detail, "what the engine accepts")
     return Problem(422, "engine-refused", "The engine refused the request", error.detail, (wrong,))
 
 
-def _no_slot(error: NoSlot) -> Problem:
+def _no_slot(error: NoSlotError) -> Problem:
     status, title = _REFUSALS[Refusal.AT_CAPACITY]
     return Problem(int(status), "at-capacity", title, str(error), retry_after_s=BUSY_RETRY_S)
 
 
-def _no_engine_answered(error: NoEngineAnswered) -> Problem:
+def _no_engine_answered(error: NoEngineAnsweredError) -> Problem:
     after_s = math.ceil(min(max(error.retry_after_s or 0, BUSY_RETRY_S), LONGEST_RETRY_S))
     return Problem(503, "no-engine-answered", "No engine answered", str(error), retry_after_s=after_s)
 
 
-def _over_quota(error: OverQuota) -> Problem:
+def _over_quota(error: OverQuotaError) -> Problem:
     if error.retry_after_s is None:
         larger = FieldProblem("max_tokens", str(error), f"prompt and output of at most {error.limit} tokens")
         return Problem(400, "over-token-quota", "The request is larger than the key's quota", str(error), (larger,))
@@ -259,7 +272,7 @@ def _over_quota(error: OverQuota) -> Problem:
     return Problem(429, "over-quota", "The key's quota is used up", str(error), retry_after_s=after_s, openai=openai)
 
 
-def _over_budget(error: OverBudget) -> Problem:
+def _over_budget(error: OverBudgetError) -> Problem:
     if error.retry_after_s is None:
         allowed = f"less than {error.text} altogether"
         larger = FieldProblem("max_tokens", str(error), allowed)
@@ -310,46 +323,46 @@ def _http(error: HTTPException) -> Problem:
 
 # A subclass without a row of its own has its parent's.
 PROBLEMS: dict[type[BaseException], Callable[[Any], Problem]] = {
-    InvalidBody: _invalid_body,
-    BodyTooLarge: _body_too_large,
-    UnknownCoding: _plain(
+    InvalidBodyError: _invalid_body,
+    BodyTooLargeError: _body_too_large,
+    UnknownCodingError: _plain(
         415, "unknown-coding", "The request body cannot be decoded", headers={"accept-encoding": ", ".join(CODINGS)}
     ),
-    Unauthorized: _unauthorized,
-    IssuerAway: _plain(503, "issuer-away", "The token cannot be checked now", retry_after_s=ISSUER_RETRY_S),
-    BudgetUnknown: _plain(503, "budget-unknown", "The budget's use is not known", retry_after_s=BUSY_RETRY_S),
-    BeyondKey: _beyond_key,
-    OverQuota: _over_quota,
-    OverBudget: _over_budget,
-    NoPrice: _plain(503, "no-price", "The key's budget cannot be kept"),
-    Refused: lambda error: _refused(error.decision),
-    EngineRefused: _engine_refused,
-    NoSlot: _no_slot,
+    UnauthorizedError: _unauthorized,
+    IssuerUnreachableError: _plain(503, "issuer-away", "The token cannot be checked now", retry_after_s=ISSUER_RETRY_S),
+    BudgetUnknownError: _plain(503, "budget-unknown", "The budget's use is not known", retry_after_s=BUSY_RETRY_S),
+    BeyondKeyError: _beyond_key,
+    OverQuotaError: _over_quota,
+    OverBudgetError: _over_budget,
+    NoPriceError: _plain(503, "no-price", "The key's budget cannot be kept"),
+    RequestRefusedError: lambda error: _refused(error.decision),
+    EngineRefusedError: _engine_refused,
+    NoSlotError: _no_slot,
     HTTPException: _http,
-    NotAdmin: _plain(403, "not-admin", "This needs a key for operators"),
-    UnknownReplica: _plain(404, "replica-not-found", "There is no such replica or operation"),
+    NotAdminError: _plain(403, "not-admin", "This needs a key for operators"),
+    UnknownReplicaError: _plain(404, "replica-not-found", "There is no such replica or operation"),
     ReloadError: _plain(409, "not-reloaded", "The settings were not reloaded"),
-    NotPossible: _plain(409, "not-possible", "This cannot be done now"),
-    Draining: _plain(
+    NotPossibleError: _plain(409, "not-possible", "This cannot be done now"),
+    DrainingError: _plain(
         503, "draining", "The router is ending", retry_after_s=BUSY_RETRY_S, headers={"connection": "close"}
     ),
-    UnknownModel: _plain(404, "model-not-found", "There is no such model"),
-    NoEmbeddings: _plain(404, "embeddings-not-served", "No engine here serves embeddings"),
-    NotStored: _plain(404, "response-not-stored", "Responses are not stored"),
-    NotHttp: _plain(400, "not-http", "The request is not valid HTTP"),
-    ForeignHost: _plain(421, "foreign-host", "This name is not known to be this router's"),
-    ForeignPage: _plain(403, "foreign-page", "A web page of another origin sent this"),
-    HeadTooLarge: _plain(431, "head-too-large", "The request's path and headers are too large"),
-    TooSlow: _plain(408, "too-slow", "The request did not come in time"),
-    TooManyConnections: _plain(
+    UnknownModelError: _plain(404, "model-not-found", "There is no such model"),
+    NoEmbeddingsError: _plain(404, "embeddings-not-served", "No engine here serves embeddings"),
+    NotStoredError: _plain(404, "response-not-stored", "Responses are not stored"),
+    NotHttpError: _plain(400, "not-http", "The request is not valid HTTP"),
+    ForeignHostError: _plain(421, "foreign-host", "This name is not known to be this router's"),
+    ForeignPageError: _plain(403, "foreign-page", "A web page of another origin sent this"),
+    HeadTooLargeError: _plain(431, "head-too-large", "The request's path and headers are too large"),
+    RequestTooSlowError: _plain(408, "too-slow", "The request did not come in time"),
+    TooManyConnectionsError: _plain(
         503, "too-many-connections", "Too many connections are open", retry_after_s=BUSY_RETRY_S
     ),
-    UnknownStream: _plain(404, "stream-not-found", "There is no such stream"),
-    UnknownTrace: _plain(404, "trace-not-found", "This trace is not kept here"),
-    StreamGone: _plain(410, "stream-gone", "The rest of the stream is no longer kept"),
-    ResumedElsewhere: _plain(409, "resumed-elsewhere", "Another connection went on reading this stream"),
-    EngineTooSlow: _plain(504, "engine-too-slow", "The engine did not finish in time"),
-    NoEngineAnswered: _no_engine_answered,
-    EngineBroke: _plain(502, "stream-broken", "The answer is incomplete: its engine failed"),
+    UnknownStreamError: _plain(404, "stream-not-found", "There is no such stream"),
+    UnknownTraceError: _plain(404, "trace-not-found", "This trace is not kept here"),
+    StreamGoneError: _plain(410, "stream-gone", "The rest of the stream is no longer kept"),
+    ResumedElsewhereError: _plain(409, "resumed-elsewhere", "Another connection went on reading this stream"),
+    EngineTooSlowError: _plain(504, "engine-too-slow", "The engine did not finish in time"),
+    NoEngineAnsweredError: _no_engine_answered,
+    EngineBrokeError: _plain(502, "stream-broken", "The answer is incomplete: its engine failed"),
     UpstreamError: _plain(502, "upstream-error", "The engine failed"),
 }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from router.api.bodies import FieldProblem, InvalidBody, ProviderBody, problems_of, provider_allowed
+from router.api.bodies import FieldProblem, InvalidBodyError, ProviderBody, problems_of, provider_allowed
 from tiers.quantization import quantizations_of
 from tiers.spec import UNKNOWN, TierName
 
@@ -25,7 +25,7 @@ def provider_of(document: JsonObject, rules: Rules) -> ProviderBody | None:
     """Return the ``provider`` object of a body that is passed on.
 
     Raises:
-        InvalidBody: It is not valid, or asks for what cannot be honoured here.
+        InvalidBodyError: It is not valid, or asks for what cannot be honoured here.
     """
     given = document.get("provider")
     if given is None:
@@ -33,14 +33,14 @@ def provider_of(document: JsonObject, rules: Rules) -> ProviderBody | None:
     try:
         return ProviderBody.model_validate(given, context=rules)
     except ValidationError as error:
-        raise InvalidBody(problems_of(error, provider_allowed(rules.tiers), "provider")) from None
+        raise InvalidBodyError(problems_of(error, provider_allowed(rules.tiers), "provider")) from None
 
 
 def with_provider(options: RoutingOptions, provider: ProviderBody | None, fleet: Fleet) -> RoutingOptions:
     """Return routing options with those of a ``provider`` object.
 
     Raises:
-        InvalidBody: No tier has a precision that it allows, or it contradicts the other options.
+        InvalidBodyError: No tier has a precision that it allows, or it contradicts the other options.
     """
     if provider is None:
         return options
@@ -75,7 +75,7 @@ def _only(provider: ProviderBody, specs: Sequence[TierSpec]) -> frozenset[TierNa
 
 
 def _check(options: RoutingOptions, fleet: Fleet) -> None:
-    """Raise ``InvalidBody`` if no tier has a precision that is allowed, or the one that is mandatory has not.
+    """Raise ``InvalidBodyError`` if no tier has a precision that is allowed, or the one that is mandatory has not.
 
     A tier that is not ready and whose precision is not known may turn out to have one.
     """
@@ -94,5 +94,5 @@ def _check(options: RoutingOptions, fleet: Fleet) -> None:
         raise _invalid("quantizations", wrong, there)
 
 
-def _invalid(field: str, problem: str, allowed: str) -> InvalidBody:
-    return InvalidBody((FieldProblem(f"provider.{field}", problem, allowed),))
+def _invalid(field: str, problem: str, allowed: str) -> InvalidBodyError:
+    return InvalidBodyError((FieldProblem(f"provider.{field}", problem, allowed),))

@@ -31,15 +31,15 @@ BATCH_EVENTS = 256  # replayed in one message
 SHARE = 4
 
 
-class UnknownStream(Exception):
+class UnknownStreamError(Exception):
     """An event id that is none of the caller's."""
 
 
-class StreamGone(Exception):
+class StreamGoneError(Exception):
     """A stream, or the part of it that the caller needs, that is no longer kept."""
 
 
-class ResumedElsewhere(Exception):
+class ResumedElsewhereError(Exception):
     """A stream that another connection now reads."""
 
 
@@ -162,17 +162,17 @@ class ResumableStream:
         """Send the events after number ``after``, and further ones as they come, up to the last.
 
         Raises:
-            ResumedElsewhere: Another connection has taken over.
-            StreamGone: Events after ``after`` are no longer kept.
+            ResumedElsewhereError: Another connection has taken over.
+            StreamGoneError: Events after ``after`` are no longer kept.
             Exception: The error that ended the stream.
         """
         self._taken = min(self._taken, after)  # events that an earlier connection took may be lost with it
         while True:
             if self._reader is not reader:
-                raise ResumedElsewhere("the stream was resumed on another connection, which has the rest")
+                raise ResumedElsewhereError("the stream was resumed on another connection, which has the rest")
             start = after + 1 - self.oldest
             if start < 0:
-                raise StreamGone(f"events before {self.oldest} are no longer kept: ask again")
+                raise StreamGoneError(f"events before {self.oldest} are no longer kept: ask again")
             batch = self._events[start : start + BATCH_EVENTS]
             if batch:
                 after += len(batch)
@@ -215,21 +215,21 @@ class ResumableStreams:
         """Return the stream and the number of an event.
 
         Raises:
-            UnknownStream: The id is not of the caller's streams.
-            StreamGone: The stream, or what came after the event, is no longer kept.
+            UnknownStreamError: The id is not of the caller's streams.
+            StreamGoneError: The stream, or what came after the event, is no longer kept.
         """
         name, _, digits = event_id.rpartition(".")
         number = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else None  # noqa: PLR2004
         stream = self._streams.get(name)
         if number is not None and self._ended.get(name) == owner:
-            raise StreamGone(f"the stream ended, or was not resumed within {self.bounds.resume_s:g} s: ask again")
+            raise StreamGoneError(f"the stream ended, or was not resumed within {self.bounds.resume_s:g} s: ask again")
         if number is None or stream is None or stream.owner != owner or number > stream.newest:
-            raise UnknownStream(
+            raise UnknownStreamError(
                 "Last-Event-ID names no event of a stream that this key may resume here: only streams asked for with "
                 '"resumable": true are kept; ask again without the header'
             )
         if number < stream.oldest - 1:
-            raise StreamGone(f"events before {stream.oldest} are no longer kept: ask again")
+            raise StreamGoneError(f"events before {stream.oldest} are no longer kept: ask again")
         return stream, number
 
     async def read(
@@ -242,7 +242,7 @@ class ResumableStreams:
         """Send a stream's events after number ``after``; if this ends before the last one, the stream waits to be resumed.
 
         Raises:
-            ResumedElsewhere: Another connection has taken over.
+            ResumedElsewhereError: Another connection has taken over.
             Exception: The error that ended the stream, or kept it from beginning.
         """
         reader = stream.attach()
@@ -265,7 +265,7 @@ class ResumableStreams:
         if self._streams.pop(stream.id, None) is None:
             return
         stream.wait_for_reader(None)
-        stream.failed(StreamGone(f"the stream was not resumed within {self.bounds.resume_s:g} s: ask again"))
+        stream.failed(StreamGoneError(f"the stream was not resumed within {self.bounds.resume_s:g} s: ask again"))
         if stream.task is not None and not stream.task.done():
             self._ending.add(stream.task)
             stream.task.add_done_callback(self._ending.discard)

@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from router.auth.api_keys import ANONYMOUS, KeyExpired, KeysError, Unauthorized, hash_key, read_key_file
+from router.auth.api_keys import ANONYMOUS, KeyExpiredError, KeysError, UnauthorizedError, hash_key, read_key_file
 from router.auth.tokens import MOST_TOKEN_CHARS, Tokens
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class KeyStore:
         self._next_look = 0.0
         self._load()
 
-    def take(self, other: KeyStore) -> None:
+    def use(self, other: KeyStore) -> None:
         """Take file, keys and issuer of another store. The same issuer's keys stay as they are."""
         self.path, self._callers, self.teams, self._seen = other.path, other._callers, other.teams, other._seen
         self._next_look = 0.0
@@ -77,16 +77,16 @@ class KeyStore:
         The time that it takes tells nothing about the keys: only hashes are looked up, which a sender cannot choose.
 
         Raises:
-            Unauthorized: It is not known, was revoked, or has expired.
+            UnauthorizedError: It is not known, was revoked, or has expired.
         """
         self._refresh()
         if self.tokens is not None and key.count(".") == 2 and len(key) <= MOST_TOKEN_CHARS:  # noqa: PLR2004
             return self.tokens.find(key, self.teams)
         caller = self._callers.get(hash_key(key))
         if caller is None:
-            raise Unauthorized("the key is not known here, or was revoked")
+            raise UnauthorizedError("the key is not known here, or was revoked")
         if caller.expires is not None and time.time() >= caller.expires.timestamp():
-            raise KeyExpired(caller.expires)
+            raise KeyExpiredError(caller.expires)
         return caller
 
     def holds(self, caller: Caller) -> bool:

@@ -35,26 +35,26 @@ class KeysError(Exception):
     """The key file cannot be used, or there is no such key."""
 
 
-class Unauthorized(Exception):
+class UnauthorizedError(Exception):
     """A request has no key, or one that is not known or was revoked."""
 
 
-class UnknownSigner(Unauthorized):
+class UnknownSignerError(UnauthorizedError):
     """A token names a key that its issuer had not published when the issuer's keys were last read."""
 
 
-class IssuerAway(UnknownSigner):
+class IssuerUnreachableError(UnknownSignerError):
     """A token cannot be checked, since its issuer's keys cannot be read now."""
 
 
-class KeyExpired(Unauthorized):
+class KeyExpiredError(UnauthorizedError):
     """A request's key has expired."""
 
     def __init__(self, expires: datetime) -> None:
         super().__init__(f"the key expired at {expires.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}: ask for a new one")
 
 
-class BeyondKey(Exception):
+class BeyondKeyError(Exception):
     """A request asks for more than its key allows, and the key refuses such requests."""
 
     def __init__(self, field: str, asked: str, allowed: str) -> None:

@@ -44,7 +44,7 @@ _LIMITS: dict[Resource, tuple[str, str]] = {  # of a quota: the name, and the un
 }
 
 
-class OverQuota(Exception):
+class OverQuotaError(Exception):
     """A key's quota is used up.
 
     Attributes:
@@ -130,24 +130,24 @@ class Quotas:
         """Admit a request; None for a caller without limits. ``headers`` gets ``x-ratelimit-*``, also when it is denied.
 
         Raises:
-            OverQuota: The quota does not allow the request now.
+            OverQuotaError: The quota does not allow the request now.
         """
         quota = caller.quota
         if quota is None:
             return None
         limit = quota.tokens_per_minute
         if limit is not None and tokens > limit:
-            raise OverQuota("tokens", limit, tokens, None)
+            raise OverQuotaError("tokens", limit, tokens, None)
         asked, state = Refund(caller.key_id, None, 1, tokens, secrets.token_hex(8)), None
         if self._shared is not None and not self._lost:
             taking = self._take(self._shared, quota, asked)
-            state = await self._work.take(taking, partial(self._undo, self._shared, asked))
+            state = await self._work.acquire(taking, partial(self._undo, self._shared, asked))
         in_redis = state is not None
         if state is None:
-            state = self._local.take(caller.key_id, quota, tokens, asked.slot)
+            state = self._local.acquire(caller.key_id, quota, tokens, asked.slot)
         headers.update(limit_headers(quota, state))
         if state.denied is not None:
-            raise OverQuota(state.denied, getattr(quota, _LIMITS[state.denied][0]), tokens, state.wait_s)
+            raise OverQuotaError(state.denied, getattr(quota, _LIMITS[state.denied][0]), tokens, state.wait_s)
         if in_redis:
             self._open[asked.slot] = caller.key_id
         return QuotaGrant(self, asked._replace(second=state.second), in_redis)
@@ -177,7 +177,7 @@ class Quotas:
             async with asyncio.timeout(REDIS_TIMEOUT_S) as timeout:
                 self._timeouts.add(timeout)
                 try:
-                    return await shared.take(asked.key_id, quota, asked.tokens, asked.slot)
+                    return await shared.acquire(asked.key_id, quota, asked.tokens, asked.slot)
                 finally:
                     self._timeouts.discard(timeout)
         except UNAVAILABLE as error:
@@ -254,7 +254,7 @@ class LocalLedger:
         self._now = now
         self._keys: dict[str, _Counts] = defaultdict(_Counts)
 
-    def take(self, key_id: str, quota: Quota, tokens: int, slot: str) -> QuotaState:
+    def acquire(self, key_id: str, quota: Quota, tokens: int, slot: str) -> QuotaState:
         """Take a request, tokens and a slot, all or nothing."""
         now = self._now()
         second, counts = int(now), self._keys[key_id]
@@ -393,7 +393,7 @@ class RedisLedger:
         self._take = self._redis.register_script(_TAKE)
         self._give_back = self._redis.register_script(_GIVE_BACK)
 
-    async def take(self, key_id: str, quota: Quota, tokens: int, slot: str) -> QuotaState:
+    async def acquire(self, key_id: str, quota: Quota, tokens: int, slot: str) -> QuotaState:
         """Take a request, tokens and a slot, all or nothing; nothing once ``REDIS_TIMEOUT_S`` have passed.
 
         Raises:

@@ -23,7 +23,15 @@ import httpx
 import jwt
 from pydantic import ValidationError
 
-from router.auth.api_keys import Caller, IssuerAway, KeyRecord, KeysError, TeamRecord, Unauthorized, UnknownSigner
+from router.auth.api_keys import (
+    Caller,
+    IssuerUnreachableError,
+    KeyRecord,
+    KeysError,
+    TeamRecord,
+    UnauthorizedError,
+    UnknownSignerError,
+)
 from router.policy.profiles import first_fault
 
 if TYPE_CHECKING:
@@ -88,12 +96,12 @@ class Tokens:
         """Return a token's caller.
 
         Raises:
-            Unauthorized: The token is not valid; the text says why, without the token.
-            UnknownSigner: Its key is not known.
+            UnauthorizedError: The token is not valid; the text says why, without the token.
+            UnknownSignerError: Its key is not known.
         """
         digest, now = hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest(), time.time()
         if not self.in_force:
-            raise IssuerAway("the keys of the tokens' issuer cannot be read now: ask again")
+            raise IssuerUnreachableError("the keys of the tokens' issuer cannot be read now: ask again")
         if teams is not self._teams:
             self._known.clear()
             self._teams = teams
@@ -180,7 +188,7 @@ class Tokens:
             header = jwt.get_unverified_header(token)
             algorithm, (signer, only) = header.get("alg"), self._signer(header.get("kid"))
             if algorithm not in settings.algorithms or only not in {None, algorithm}:
-                raise Unauthorized(
+                raise UnauthorizedError(
                     f"the token's algorithm is not allowed; allowed are {', '.join(settings.algorithms)}"
                 )
             claims: dict[str, Any] = jwt.decode(
@@ -190,30 +198,32 @@ class Tokens:
             )  # fmt: skip
             return {**claims, "exp": float(claims["exp"])}
         except jwt.MissingRequiredClaimError as error:
-            raise Unauthorized(f"the token lacks the claim {error.claim}") from None
+            raise UnauthorizedError(f"the token lacks the claim {error.claim}") from None
         except (jwt.PyJWTError, TypeError, ValueError, OverflowError, RecursionError) as error:
             said = next(
                 (text for kind, text in SAID.items() if isinstance(error, kind)), "the token is not a valid JWT"
             )
-            raise Unauthorized(said) from None
+            raise UnauthorizedError(said) from None
 
     def _signer(self, kid: str | None) -> Signer:
         if kid is None and len(self._signers) == 1:
             return next(iter(self._signers.values()))
         found = self._signers.get(kid)
         if found is None and self.fault:
-            raise IssuerAway("the token's key is not known, and its issuer's keys cannot be read now: ask again")
+            raise IssuerUnreachableError(
+                "the token's key is not known, and its issuer's keys cannot be read now: ask again"
+            )
         if found is None:
-            raise UnknownSigner("the token is signed by a key that the issuer has not published")
+            raise UnknownSignerError("the token is signed by a key that the issuer has not published")
         return found
 
     def _caller(self, claims: Mapping[str, Any]) -> Caller:
         names = self.settings.claims
         subject, rights = claims[names.name], claims.get(names.rights, {})
         if not isinstance(subject, str) or not subject:
-            raise Unauthorized(f"the token's claim {names.name} is no text")
+            raise UnauthorizedError(f"the token's claim {names.name} is no text")
         if not isinstance(rights, dict) or OWN & rights.keys():
-            raise Unauthorized(f"the token's claim {names.rights} is no object of rights")
+            raise UnauthorizedError(f"the token's claim {names.rights} is no object of rights")
         if PLAIN.fullmatch(subject):
             key_id = f"jwt:{subject}"
         else:
@@ -223,9 +233,11 @@ class Tokens:
         try:
             key = KeyRecord.model_validate_json(json.dumps(record, default=str), strict=True)
         except ValidationError as error:
-            raise Unauthorized(f"the token's claim {names.rights}: {first_fault(error)}") from None
+            raise UnauthorizedError(f"the token's claim {names.rights}: {first_fault(error)}") from None
         if key.team is not None and key.team not in self._teams:
-            raise Unauthorized(f"the token's claim {names.rights}: there is no team {key.team!r} ('qarr keys team')")
+            raise UnauthorizedError(
+                f"the token's claim {names.rights}: there is no team {key.team!r} ('qarr keys team')"
+            )
         return key.caller(self._teams)
 
 

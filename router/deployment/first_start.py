@@ -47,7 +47,7 @@ REPORTS = 4  # lines for a step whose parts are counted
 HOW_TO_MEND = "mend the cause, run 'qarr model prepare', and start 'qarr up' again"
 
 
-class _Enough(Exception):
+class _Enough(Exception):  # noqa: N818  no error
     """Every wanted checkpoint is made."""
 
 

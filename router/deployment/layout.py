@@ -15,7 +15,7 @@ from tiers.checkpoints.checkpoint import Checkpoint, check_alike, identity
 from tiers.checkpoints.parsers import parser_args
 from tiers.checkpoints.precision import checkpoint_precision, told_precision
 from tiers.checkpoints.prepare import PrepareOptions, check_model, slug
-from tiers.errors import CheckpointError, EngineError, PlanError, TokenizerMismatch
+from tiers.errors import CheckpointError, EngineError, PlanError, TokenizerMismatchError
 from tiers.plan import Plan, machine_name, make_plan, model_config, read_machine
 from tiers.ranking import rising
 from tiers.spec import UNKNOWN, Adapter, Adapters, Draft, EngineLaunch, TierName, TierSpec
@@ -314,7 +314,7 @@ def check_draft(spec: TierSpec) -> None:
     """Check that a tier's draft model reads and writes the same tokens as the tier.
 
     Raises:
-        TokenizerMismatch: It does not; both digests are named.
+        TokenizerMismatchError: It does not; both digests are named.
         CheckpointError: A folder is no model folder.
     """
     draft = None if spec.draft is None else spec.draft.checkpoint
@@ -326,7 +326,7 @@ def check_draft(spec: TierSpec) -> None:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"tiers.{spec.name}.draft: {error}: a folder with a config.json is needed") from error
     if own != its or size != its_size:
-        raise TokenizerMismatch(
+        raise TokenizerMismatchError(
             f"tiers.{spec.name}.draft has another vocabulary: {spec.name} ({spec.checkpoint}) has {size} tokens, digest "
             f"{own}; the draft ({draft}) has {its_size}, digest {its}. A draft must share the tier's tokenizer: name a "
             f"lower tier, or a folder with the same tokenizer.json"

@@ -61,16 +61,16 @@ class Parts:
         self._check_urls(settings)
         sections = {change.key.partition(".")[0] for change in changes(self._read, settings)}
         own = self._own.model_copy(update={name: getattr(settings, name) for name in sections})
-        take = self._app.prepare(own)
+        use = self._app.prepare(own)
         urls = {name: own.tiers.of(name).urls for name in own.tiers.names if own.tiers.of(name).urls}
 
         async def commit() -> None:
-            take()
+            use()
             self._fleet.use(fleet_options(own))
             if urls != self._urls:
                 self._roster.name(Source.SETTINGS, urls)
             self._read, self._own = settings, own
-            self._server.take(own.server)
+            self._server.use(own.server)
 
         return commit
 

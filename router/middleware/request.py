@@ -8,10 +8,10 @@ from functools import lru_cache
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from router.api.asgi import CONTEXT, ForeignHost, ForeignPage, body_message, context_of, responder_of
+from router.api.asgi import CONTEXT, ForeignHostError, ForeignPageError, body_message, context_of, responder_of
 from router.api.paths import PAGE, error_form
-from router.api.problems import Draining, describe, is_known, response_to
-from router.auth.api_keys import ANONYMOUS, Caller, Unauthorized, UnknownSigner
+from router.api.problems import DrainingError, describe, is_known, response_to
+from router.auth.api_keys import ANONYMOUS, Caller, UnauthorizedError, UnknownSignerError
 from router.lifecycle import ServerPhase
 from router.pipeline.request import RequestContext
 from router.server.responder import OUT
@@ -64,9 +64,9 @@ class RequestMiddleware:
     ) -> None:
         self._origins = origins
         self._keys, self._telemetry, self._server_state, self._answered = keys, telemetry, server_state, answered
-        self.take(app, direct, local_names)
+        self.use(app, direct, local_names)
 
-    def take(self, app: ASGIApp, direct: Mapping[str, ASGIApp], local_names: Collection[str] | None) -> None:
+    def use(self, app: ASGIApp, direct: Mapping[str, ASGIApp], local_names: Collection[str] | None) -> None:
         """Pass further requests to another application; those that are being answered stay with theirs."""
         self._app, self._direct = app, direct
         self._names = None if local_names is None else frozenset({"localhost", *(n.lower() for n in local_names)})
@@ -109,10 +109,10 @@ class RequestMiddleware:
         try:
             try:
                 context.caller = self._caller(scope["method"], context)
-            except UnknownSigner:
+            except UnknownSignerError:
                 await self._keys.renew()
                 context.caller = self._caller(scope["method"], context)
-        except (Unauthorized, Draining, ForeignHost, ForeignPage) as error:
+        except (UnauthorizedError, DrainingError, ForeignHostError, ForeignPageError) as error:
             response = response_to(error, scope)
             response.headers["connection"] = "close"  # its body stays unread
             await response(scope, receive, out.respond)
@@ -143,7 +143,7 @@ class RequestMiddleware:
         without a dot are no exception: they come from a network's search domain, or from its owner.
         """
         if not is_address_or_local(host, self._names or frozenset()):
-            raise ForeignHost(
+            raise ForeignHostError(
                 "without keys a router on this machine serves requests to an address or to localhost only, since any web "
                 "page could reach it by a name of its own: add this name to server.allowed_hosts, or make keys ('qarr keys "
                 "add')"
@@ -153,7 +153,7 @@ class RequestMiddleware:
         path = context.route
         resumes = path == "/generate" and b"last-event-id" in context.sent  # no other router has the rest of a stream
         if self._server_state.state is ServerPhase.DRAINING and method == "POST" and not resumes:
-            raise Draining
+            raise DrainingError
         if not self._keys.required or path in OPEN_PATHS:
             if self._names is not None and path not in OPEN_PATHS:
                 self._check_host(context.header(b"host") or "")
@@ -170,7 +170,7 @@ def _sent_key(context: RequestContext) -> str:
     keys = {key.strip() for key in sent if key and key.strip()}
     if len(keys) == 1:
         return keys.pop()
-    raise Unauthorized(
+    raise UnauthorizedError(
         "the request carries several keys: send one"
         if keys
         else "send a key as 'Authorization: Bearer KEY' or x-api-key"
@@ -193,7 +193,7 @@ def is_address_or_local(host: str, names: frozenset[str]) -> bool:
 async def _end_with_error(scope: Scope, receive: Receive, out: Responder) -> None:
     form, context = error_form(scope["path"]), context_of(scope)
     out.stop_waiting()
-    problem = describe(Draining("this router has ended before the answer was complete: ask again"))
+    problem = describe(DrainingError("this router has ended before the answer was complete: ask again"))
     if not out.begun:
         await problem.response(context, form)(scope, receive, out.respond)
     elif out.streams and not out.complete:
@@ -214,7 +214,7 @@ def _check_origin(context: RequestContext, allowed: Collection[str]) -> None:
         port = DEFAULT_PORTS.get(scheme, "")
         if authority and authority.removesuffix(port) == (context.header(b"host") or "").lower().removesuffix(port):
             return
-    raise ForeignPage(
+    raise ForeignPageError(
         "without keys this router takes requests from programs and from its own page, and a browser says (Sec-Fetch-Site, "
         "Origin) that a page of another origin sent this one: name that origin in server.cors_origins, or make "
         "keys ('qarr keys add')"

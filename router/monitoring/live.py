@@ -24,7 +24,7 @@ from router.pipeline.registry import WINDOW_S
 from router.policy.profiles import percentile
 from router.policy.render import render_budget, render_loss
 from router.telemetry.record import Outcome, render_record
-from router.telemetry.request_trace import UnknownTrace, render_listed, render_trace
+from router.telemetry.request_trace import UnknownTraceError, render_listed, render_trace
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
@@ -242,8 +242,8 @@ def render_open(request: ActiveRequest, now: float) -> dict[str, Any]:
     overflow = request.diverted.name if request.diverted is not None else None
     if overflow is not None:
         tier = replica = None
-    elif part is None and request.admitted is not None:
-        replica = request.admitted.lease.replica.id
+    elif part is None and request.slot is not None:
+        replica = request.slot.lease.replica.id
     return {
         "request_id": request.context.request_id,
         "trace_id": request.context.trace_id,
@@ -296,7 +296,7 @@ class LiveEndpoints:
         kept = (record for record in self._pipeline.registry.kept() if record.trace_id == trace_id)
         seen = [record for record in kept if caller.sees(record.key_id)]
         if not seen:
-            raise UnknownTrace(
+            raise UnknownTraceError(
                 f"a router keeps the traces of its own last requests ({self._settings.recent_requests}), and of as many "
                 "that failed or missed their SLA: ask the router that served the request, or look in the trace viewer"
             )

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from router.accounting.budgets import BudgetUnknown
+from router.accounting.budgets import BudgetUnknownError
 from router.accounting.usage import day_of, read_usage, render_row, used_budgets
 from router.api.asgi import context_of
 from router.api.bodies import json_response
@@ -133,13 +133,15 @@ class UsageEndpoint:
 
         Raises:
             HTTPException: 400: one of them is no day.
-            BudgetUnknown: The file, or Redis, cannot be read.
+            BudgetUnknownError: The file, or Redis, cannot be read.
         """
         try:
             return await self._answer(request)
         except (*UNAVAILABLE, sqlite3.Error):
             fault, path = self._database.fault, self._database.path
-            raise BudgetUnknown(f"the file {path}" if fault else self._charging.reservations.ledger.place) from None
+            raise BudgetUnknownError(
+                f"the file {path}" if fault else self._charging.reservations.ledger.place
+            ) from None
 
     async def _answer(self, request: Request) -> Response:
         caller = context_of(request.scope).caller

@@ -17,7 +17,7 @@ from pydantic_core import to_json
 
 from router.upstream.engine_request import continuation
 from router.upstream.engine_stream import EngineStream
-from router.upstream.errors import EngineBroke, EngineStalled, UpstreamError, without_trace
+from router.upstream.errors import EngineBrokeError, EngineStalledError, UpstreamError, without_trace
 from router.upstream.json_object import read_json
 from router.upstream.sse import Chunk
 from tiers.spec import ReplicaStatus, TierName
@@ -169,7 +169,7 @@ class Continuation:
     resumption: Resumption
     progress: Progress
 
-    async def relay(self, answer: EngineStream, broken: EngineBroke, feed: Feed, drain: Drain) -> None:
+    async def relay(self, answer: EngineStream, broken: EngineBrokeError, feed: Feed, drain: Drain) -> None:
         """Let ``feed`` have the rest of an answer; raise ``broken``, or what broke last, if nobody can continue it."""
         progress, failing, tried, sent = self.progress, answer, set[str](), self.progress.told
         for number in count(1):
@@ -195,7 +195,7 @@ class Continuation:
                 while not await part.flow(seam.feed) and joiner.stopped is None:
                     await drain()
                 await part.aclose()
-            except EngineBroke as again:
+            except EngineBrokeError as again:
                 broken, sent = without_trace(again), seam.sent
             else:
                 return
@@ -209,7 +209,7 @@ class Continuation:
         # With min_tokens, nobody knows whether a stop string that was passed over counts.
         return None if joiner.passed_over and resumption.min_tokens else joiner
 
-    def _rounds(self, tried: Collection[str], failing: str, broken: EngineBroke) -> list[Collection[str]]:
+    def _rounds(self, tried: Collection[str], failing: str, broken: EngineBrokeError) -> list[Collection[str]]:
         """Return the replicas to leave out, round by round, so that none is asked twice.
 
         Those that have not failed this answer come first, then those that failed it earlier. The one that has just failed
@@ -217,12 +217,12 @@ class Continuation:
         """
         every = {replica.id for replica in self.failover.fleet.replicas}
         rounds: list[Collection[str]] = [tried, every.difference(tried) | {failing}]
-        if not isinstance(broken, EngineStalled):
+        if not isinstance(broken, EngineStalledError):
             rounds.append(every - {failing})
         return rounds
 
     async def _next_part(
-        self, first: TierName, exclude: Sequence[Collection[str]], number: int, broken: EngineBroke
+        self, first: TierName, exclude: Sequence[Collection[str]], number: int, broken: EngineBrokeError
     ) -> EngineStream | None:
         """Begin the next part on the first tier, or on one that the policy allows now; None: no token is left to compute.
 

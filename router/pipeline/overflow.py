@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from router.pipeline.registry import Diverted
 from router.policy.decision import Refusal
 from router.policy.decision_log import OverflowRecord
-from router.upstream.errors import NoSlot, UpstreamError
-from router.upstream.overflow import Paused, Unsupported
+from router.telemetry.record import error_name
+from router.upstream.errors import NoSlotError, UpstreamError
+from router.upstream.overflow import NotForOverflowError, OverflowPausedError
 from tiers.spec import UNKNOWN
 
 if TYPE_CHECKING:
@@ -35,7 +36,11 @@ FULL = {
     Refusal.NOT_READY: "no tier that may serve this is ready",
 }
 AT_ONCE_MS = 1.0  # a refusal within this time was none of a request that waited
-FAILURES: dict[type[UpstreamError], str] = {Unsupported: "unsupported", NoSlot: "full", Paused: "paused"}
+FAILURES: dict[type[UpstreamError], str] = {
+    NotForOverflowError: "unsupported",
+    NoSlotError: "full",
+    OverflowPausedError: "paused",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,7 @@ class Overflow:
                 overflow=diverted.name,
                 failure=diverted.failure,
                 output_tokens=answer.output_tokens if answer is not None else 0,
-                error=type(failure).__name__ if failure is not None else None,
+                error=error_name(failure) if failure is not None else None,
             )
         )
 

@@ -10,16 +10,15 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Protocol
 
 from router.accounting.charging import usage_of
-from router.auth.api_keys import BeyondKey
-from router.pipeline.admission import Grant
+from router.auth.api_keys import BeyondKeyError
 from router.pipeline.failover import Continuation
 from router.pipeline.request import MAX_COUNT
 from router.policy.decide import decide, within_context
-from router.policy.decision import Refusal, Refused
-from router.telemetry.record import JOURNEY, Journey, TierUsage
+from router.policy.decision import Refusal, RequestRefusedError
+from router.telemetry.record import FREE, JOURNEY, Journey, TierUsage
 from router.telemetry.tracing import server_span
 from router.upstream.engine_stream import EngineStream
-from router.upstream.errors import EngineTooSlow
+from router.upstream.errors import EngineTooSlowError
 from tiers.spec import TierName, in_order
 
 if TYPE_CHECKING:
@@ -93,11 +92,11 @@ class Pipeline:
             serve: Whether it is to be served; a decision that is only asked for leaves no record.
 
         Raises:
-            BeyondKey: The caller's key refuses the hinted tier; where it does not refuse, the policy lowers the hint.
+            BeyondKeyError: The caller's key refuses the hinted tier; where it does not refuse, the policy lowers the hint.
         """
         caller, hint = call.context.caller, call.options.hint
         if caller.over == "refuse" and hint is not None and caller.tiers is not None and hint not in caller.tiers:
-            raise BeyondKey(call.options.hint_field, hint, ", ".join(in_order(caller.tiers)))
+            raise BeyondKeyError(call.options.hint_field, hint, ", ".join(in_order(caller.tiers)))
         if self.fleet.preempt is not None:
             self.fleet.preempt()
         began = time.monotonic()
@@ -124,23 +123,23 @@ class Pipeline:
         """Open an answer, and give back what it took however the request ends.
 
         Raises:
-            OverQuota: The caller's quota is used up.
-            OverBudget: A budget of the caller is used up.
-            Refused: No tier serves the request, or no slot was free in time.
+            OverQuotaError: The caller's quota is used up.
+            OverBudgetError: A budget of the caller is used up.
+            RequestRefusedError: No tier serves the request, or no slot was free in time.
             UpstreamError: No engine began an answer.
         """
         asked = call.asked if call.limited else call.asked.at_most(decision.query.max_tokens)
         active = self.registry.begin(call.context, decision, call.options.priority)
-        grant, error = Grant(self.admission, call.context.caller.key_id), None
+        error: BaseException | None = None
         try:
-            await self._open(active, grant, asked, call)
+            await self._open(active, asked, call)
             yield active
         except BaseException as caught:
             error = caught
             raise
         finally:
             try:
-                await self._close(active, grant, asked, error)
+                await self._close(active, asked, error)
             finally:
                 self.registry.end(active, error)
                 error = None  # its trace leads here
@@ -148,33 +147,31 @@ class Pipeline:
                 by = None if answer is None or answer.overflow is not None else answer.tier
                 self.policy.served(active.decision, by)
 
-    async def _open(self, active: ActiveRequest, grant: Grant, asked: EngineRequest, call: Call) -> None:
+    async def _open(self, active: ActiveRequest, asked: EngineRequest, call: Call) -> None:
         decision, caller, sent_at = active.decision, active.context.caller, time.monotonic()
         final = decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY
         if final and not self.overflow.takes(decision, call):
-            raise Refused(decision)
+            raise RequestRefusedError(decision)
         tokens = min(decision.query.tokens_in_all, MAX_COUNT)
         if caller.quota is not None:
-            grant.quota = await self.quotas.enter(caller, tokens, active.context.limits)
+            active.quota = await self.quotas.enter(caller, tokens, active.context.limits)
         if caller.accounts:
-            grant.budget, decision = await self.charging.reserve(caller, decision, active.context.limits)
+            active.budget, decision = await self.charging.reserve(caller, decision, active.context.limits)
             active.decision = decision
         try:
-            active.answer = await self._answer(active, grant, asked, call, sent_at)
-        except (asyncio.CancelledError, EngineTooSlow):
-            grant.used = decision.query.tokens_to_read  # an engine may have computed them
-            if grant.slot is not None and grant.slot.decision.tier is not None and caller.key_id:
-                active.usage = (TierUsage(grant.slot.decision.tier, grant.used, 0, 0),)
+            active.answer = await self._answer(active, asked, call, sent_at)
+        except (asyncio.CancelledError, EngineTooSlowError):
+            active.used = decision.query.tokens_to_read  # an engine may have computed them
+            if active.slot is not None and active.decision.tier is not None and caller.key_id:
+                active.usage = (TierUsage(active.decision.tier, active.used, 0, 0),)
             raise
 
-    async def _answer(
-        self, active: ActiveRequest, grant: Grant, asked: EngineRequest, call: Call, sent_at: float
-    ) -> EngineAnswer:
+    async def _answer(self, active: ActiveRequest, asked: EngineRequest, call: Call, sent_at: float) -> EngineAnswer:
         """Take a slot and open the answer; if there is no slot, open the overflow's, where that may answer."""
         key_id, entered = active.context.caller.key_id, time.monotonic()
         try:
-            grant.slot = await self.admission.enter(active.decision, key_id, call.options.priority)
-        except Refused as refused:
+            slot = await self.admission.enter(active.decision, key_id, call.options.priority)
+        except RequestRefusedError as refused:
             if not self.overflow.takes(refused.decision, call):
                 raise
             active.diverted = self.overflow.divert(entered)
@@ -182,16 +179,14 @@ class Pipeline:
             if answer is None:
                 raise
             return answer
-        active.let_in(grant.slot)
-        answer = await self.failover.upstream.open(grant.slot.decision, asked, sent_at, lease=grant.slot.lease)
+        active.admit(slot)
+        answer = await self.failover.upstream.open(active.decision, asked, sent_at, lease=slot.lease)
         if isinstance(answer, EngineStream) and answer.progress is not None and asked.resumption is not None:
-            rest = Continuation(self.failover, grant.slot.decision, asked, asked.resumption, answer.progress)
-            answer.resume = rest.relay
+            rest = Continuation(self.failover, active.decision, asked, asked.resumption, answer.progress)
+            answer.continuation = rest.relay
         return answer
 
-    async def _close(
-        self, active: ActiveRequest, grant: Grant, asked: EngineRequest, error: BaseException | None
-    ) -> None:
+    async def _close(self, active: ActiveRequest, asked: EngineRequest, error: BaseException | None) -> None:
         answer = active.answer
         try:
             if answer is not None:
@@ -199,7 +194,7 @@ class Pipeline:
                 if active.context.caller.key_id and ours:
                     active.usage = usage_of(active.decision, answer)
                 prompt_tokens = answer.usage.get("prompt_tokens", active.decision.query.tokens_to_read)
-                grant.used = prompt_tokens + answer.output_tokens
+                active.used = prompt_tokens + answer.output_tokens
                 if answer.complete and ours and self.answer_observer is not None:
                     self.answer_observer.offer(active.decision, answer.tier, asked.chat)
                 await answer.aclose(error or answer.error)
@@ -207,11 +202,22 @@ class Pipeline:
             try:
                 if active.diverted is not None:
                     self.overflow.ended(active, error)
-                if grant.budget is not None:
+                if active.budget is not None:
                     cost = self.charging.pricing.cost(active.decision, active.usage)
-                    active.cost = grant.cost = cost.at_most(grant.budget.hold.reserved)
+                    active.cost = cost.at_most(active.budget.hold.reserved)
             finally:
-                await grant.release()
+                await self._release(active)
+
+    async def _release(self, active: ActiveRequest) -> None:
+        """Give back slot, quota and budget, exactly once; of the latter two, what was not used."""
+        if active.slot is not None:
+            self.admission.leave(active.context.caller.key_id, active.slot)
+        try:
+            if active.quota is not None:
+                await active.quota.settle(active.used)
+        finally:  # also when this is cancelled
+            if active.budget is not None:
+                await active.budget.settle(active.cost or FREE)
 
 
 def engine_request_id(context: RequestContext) -> str:

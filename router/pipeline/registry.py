@@ -15,21 +15,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from router.accounting.budgets import OverBudget
-from router.auth.quota import OverQuota
+from router.accounting.budgets import OverBudgetError
+from router.auth.quota import OverQuotaError
 from router.pipeline.request import class_of
-from router.policy.decision import Refused
+from router.policy.decision import RequestRefusedError
 from router.telemetry.logs import log as request_lines
 from router.telemetry.logs import log_request
-from router.telemetry.record import KeptFor, Outcome, RequestRecord, Served, Times, Tokens
+from router.telemetry.record import KeptFor, Outcome, RequestRecord, Served, Times, Tokens, error_name
 from router.upstream.engine_stream import continued_on
-from router.upstream.errors import EngineRefused, UpstreamError
+from router.upstream.errors import EngineRefusedError, UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from router.accounting.reservations import Reservation
+    from router.auth.quota import QuotaGrant
     from router.lifecycle import ServerState
-    from router.pipeline.admission import Admitted
+    from router.pipeline.admission import Slot
     from router.pipeline.request import RequestContext
     from router.policy.decision import Decision, Priority, Sla
     from router.telemetry.record import Cost, TierUsage
@@ -67,9 +69,12 @@ class ActiveRequest:
     """A request that is being served.
 
     Attributes:
-        admitted: Its slot; None while it waits.
+        slot: None while it waits.
         sent: When it was admitted, in seconds by the monotonic clock.
         answer: None until it has begun.
+        quota: Taken in advance; None: not yet, or its caller has no limits.
+        budget: Reserved; None: not yet, or its caller has none.
+        used: Prompt and output tokens; None: it was not served, and does not count.
         usage: What tiers have computed of it, once that is known; only of callers with a key.
         cost: Charged to its caller's budgets; None: it has none.
         diverted: What became of it at the overflow; None: it was not sent there.
@@ -78,9 +83,12 @@ class ActiveRequest:
     context: RequestContext
     decision: Decision
     priority: Priority
-    admitted: Admitted | None = None
+    slot: Slot | None = None
     sent: float = 0.0
     answer: EngineAnswer | None = None
+    quota: QuotaGrant | None = None
+    budget: Reservation | None = None
+    used: int | None = None
     usage: tuple[TierUsage, ...] = ()
     cost: Cost | None = None
     diverted: Diverted | None = None
@@ -89,16 +97,16 @@ class ActiveRequest:
     def state(self) -> State:
         if self.answer is not None:
             return "decode"
-        return "waiting" if self.admitted is None and self.diverted is None else "prefill"
+        return "waiting" if self.slot is None and self.diverted is None else "prefill"
 
     @property
     def now_on(self) -> EngineAnswer | None:
         """Return the part of its answer that is computed now; None before the first has begun."""
         return self.answer.parts[-1] if self.answer is not None and self.answer.parts else self.answer
 
-    def let_in(self, admitted: Admitted) -> None:
+    def admit(self, slot: Slot) -> None:
         """Note its slot, and the decision that admitted it."""
-        self.admitted, self.decision, self.sent = admitted, admitted.decision, time.monotonic()
+        self.slot, self.decision, self.sent = slot, slot.decision, time.monotonic()
 
 
 class RequestRegistry:
@@ -163,13 +171,13 @@ class RequestRegistry:
 
     def _record(self, request: ActiveRequest, error: BaseException | None, now: float) -> RequestRecord:
         context, answer, diverted, arrived = request.context, request.answer, request.diverted, request.context.arrived
-        decision = error.decision if isinstance(error, Refused) else request.decision
+        decision = error.decision if isinstance(error, RequestRefusedError) else request.decision
         sla, tokens, served = decision.query.sla, Tokens(decision.query.tokens_to_read), Served()
         failure = error or (answer.error if answer is not None else None)
         outcome, cause, why_not = (Outcome.OK, None, "") if failure is None else self._failure(failure)
         queue_ms, overhead_ms, ttft_ms, tpot_ms, sent = 0.0, None, None, None, None
-        if request.admitted is not None:
-            queue_ms, sent = request.admitted.waited_ms, request.sent
+        if request.slot is not None:
+            queue_ms, sent = request.slot.waited_ms, request.sent
         elif diverted is not None:
             queue_ms, sent = diverted.waited_ms, diverted.at
             served = Served(overflow_failure=diverted.failure)
@@ -215,15 +223,15 @@ class RequestRegistry:
 
         Of an engine's own words not what is long and quoted: it may be of the prompt.
         """
-        if isinstance(failure, Refused):
+        if isinstance(failure, RequestRefusedError):
             refusal = failure.decision.refusal
             return Outcome.REFUSED, refusal.value if refusal is not None else None, ""
-        if isinstance(failure, OverQuota | OverBudget):
-            return Outcome.REFUSED, OVER_QUOTA if isinstance(failure, OverQuota) else OVER_BUDGET, str(failure)
+        if isinstance(failure, OverQuotaError | OverBudgetError):
+            return Outcome.REFUSED, OVER_QUOTA if isinstance(failure, OverQuotaError) else OVER_BUDGET, str(failure)
         if isinstance(failure, asyncio.CancelledError | OSError) and not self._server_state.deadline_passed:
             return Outcome.CLIENT_GONE, None, ""
-        kind = type(failure).__name__
-        if isinstance(failure, EngineRefused):
+        kind = error_name(failure)
+        if isinstance(failure, EngineRefusedError):
             return Outcome.ERROR, kind, _QUOTED.sub("'...'", failure.detail)
         why = str(failure) if isinstance(failure, UpstreamError) else f"it ended with {kind}"
         return Outcome.ERROR, "Draining" if isinstance(failure, asyncio.CancelledError) else kind, why

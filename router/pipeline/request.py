@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from classifier import Complexity, PromptClass, extract
-from router.auth.api_keys import ANONYMOUS, BeyondKey, Caller
+from router.auth.api_keys import ANONYMOUS, BeyondKeyError, Caller
 from router.policy.decision import PRIORITIES, Query, Sla
 from tiers.prefix_memory import Part, Prefix
 
@@ -143,7 +143,7 @@ class Call:
         session: What its caller names its conversation by; empty: nothing.
         streamed: Whether the answer is to be a stream.
         report: Whether the answer is to say who served it.
-        resumable: Whether its stream is kept for a while, to be gone on with.
+        resumable: Whether its stream is kept for a while, so that a client can read on.
         cut: Cuts its prompt by a ``Cutter``, where it fits no context; None: its caller has not asked for it.
     """
 
@@ -206,11 +206,11 @@ def priority_within(caller: Caller, value: int, field: str, asked: str) -> int:
     """Return a priority in vLLM's numbers (lower is sooner), limited to the highest class of the caller's key.
 
     Raises:
-        BeyondKey: It is beyond that class, and the key refuses such requests.
+        BeyondKeyError: It is beyond that class, and the key refuses such requests.
     """
     highest = PRIORITIES[caller.max_priority]
     if value < highest and caller.over == "refuse":
-        raise BeyondKey(field, asked, f"{caller.max_priority} or lower")
+        raise BeyondKeyError(field, asked, f"{caller.max_priority} or lower")
     return max(value, highest)
 
 
@@ -218,7 +218,7 @@ def class_priority(caller: Caller, asked: Priority | None, field: str) -> int:
     """Return the number of a priority class; None asks for standard, or for the key's highest class if that is lower.
 
     Raises:
-        BeyondKey: The class is beyond the key's, and the key refuses such requests.
+        BeyondKeyError: The class is beyond the key's, and the key refuses such requests.
     """
     if asked is None:
         return max(PRIORITIES["standard"], PRIORITIES[caller.max_priority])

@@ -364,7 +364,7 @@ class Decision:
         return None if chosen is None else chosen.precision
 
 
-class Refused(Exception):
+class RequestRefusedError(Exception):
     """The policy found no tier."""
 
     def __init__(self, decision: Decision) -> None:

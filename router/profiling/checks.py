@@ -33,7 +33,7 @@ Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=0)] | None
 
 
-class NeedsRun(Exception):
+class NeedsRunError(Exception):
     """The check runs the answer, which is not done here."""
 
 
@@ -275,7 +275,7 @@ class RunsCheck(_Check):
 
     def passes(self, answer: str) -> bool:
         """Raise NeedsRun."""
-        raise NeedsRun(answer)
+        raise NeedsRunError(answer)
 
 
 Check = Annotated[

@@ -35,11 +35,11 @@ _PADDING = {"center", "ljust", "rjust", "zfill"}
 _UNBOUNDED = {"encode", "expandtabs", "format", "format_map", "from_bytes", "fromkeys", "to_bytes", "translate"}
 
 
-class TooMuch(Exception):
+class TooMuchWorkError(Exception):
     """A value, or the work of an answer, is too large or of a kind that is not computed."""
 
 
-class _Jump(Exception):
+class _Jump(Exception):  # noqa: N818  no error
     """A return, break or continue: its node's type, and the value."""
 
 
@@ -47,7 +47,7 @@ def _few(function: Callable[..., Any], most: int = MAX_SIZE) -> Callable[..., An
 
     def limited(*args: Any) -> Any:
         if any(isinstance(arg, int | float) and abs(arg) > most for arg in args):
-            raise TooMuch
+            raise TooMuchWorkError
         return function(*args)
 
     return limited
@@ -57,13 +57,13 @@ def _power(base: Any, exponent: Any, modulus: int | None = None) -> Any:
     if modulus is not None:
         return _few(pow, 2**256)(base, exponent, modulus)
     if isinstance(base, int) and base.bit_length() * abs(exponent) > MAX_BITS:
-        raise TooMuch
+        raise TooMuchWorkError
     return base**exponent
 
 
 def _modulo(left: Any, right: Any) -> Any:
     if isinstance(left, str):
-        raise TooMuch  # its widths have no limit
+        raise TooMuchWorkError  # its widths have no limit
     return left % right
 
 
@@ -97,7 +97,7 @@ def size(value: Any) -> int:
     """Return a value's size.
 
     Raises:
-        TooMuch: It is over ``MAX_SIZE``.
+        TooMuchWorkError: It is over ``MAX_SIZE``.
     """
     total, left = 0, [value]
     while left:
@@ -105,7 +105,7 @@ def size(value: Any) -> int:
         total += 1 + (item.bit_length() // 32 if isinstance(item, int) else 0)
         total += len(item) if isinstance(item, (str, range, *_GROUPS)) else 0
         if total > MAX_SIZE:
-            raise TooMuch
+            raise TooMuchWorkError
         if isinstance(item, _GROUPS):
             left += [*item, *item.values()] if isinstance(item, dict) else item
     return total
@@ -149,7 +149,7 @@ class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
     def _counted(self, value: Any) -> Any:
         self._left -= size(value)
         if self._left < 0 or not (isinstance(value, _DATA) or callable(value)):
-            raise TooMuch
+            raise TooMuchWorkError
         return value
 
     def _run(self, body: list[ast.stmt]) -> None:
@@ -234,7 +234,7 @@ class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
     def _formatted(self, node: ast.FormattedValue) -> str:
         how = self._eval(node.format_spec) if node.format_spec else ""
         if node.conversion not in {-1, ord("s")} or not _FORMAT.fullmatch(how):
-            raise TooMuch
+            raise TooMuchWorkError
         return format(self._eval(node.value), how)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class BodyTooLarge(Exception):
+class BodyTooLargeError(Exception):
     """A request body over the limit."""
 
     def __init__(self, limit: int) -> None:
@@ -11,21 +11,21 @@ class BodyTooLarge(Exception):
         self.limit = limit
 
 
-class HeadTooLarge(Exception):
+class HeadTooLargeError(Exception):
     """A request whose path and headers are too many or too long."""
 
     def __init__(self, max_bytes: int, max_headers: int) -> None:
         super().__init__(f"path and headers are more than {max_bytes} bytes, or more than {max_headers} headers")
 
 
-class TooSlow(Exception):
+class RequestTooSlowError(Exception):
     """A request that did not come in time."""
 
     def __init__(self, part: str, limit_s: float) -> None:
         super().__init__(f"the request's {part} was not complete after {limit_s:g} s: send it again, faster")
 
 
-class TooManyConnections(Exception):
+class TooManyConnectionsError(Exception):
     """More connections than the router takes."""
 
     def __init__(self, limit: int) -> None:
@@ -34,5 +34,5 @@ class TooManyConnections(Exception):
         )
 
 
-class NotHttp(Exception):
+class NotHttpError(Exception):
     """Bytes that are no request."""

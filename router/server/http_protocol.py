@@ -16,7 +16,13 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from router.aio import Signal
-from router.server.errors import BodyTooLarge, HeadTooLarge, NotHttp, TooManyConnections, TooSlow
+from router.server.errors import (
+    BodyTooLargeError,
+    HeadTooLargeError,
+    NotHttpError,
+    RequestTooSlowError,
+    TooManyConnectionsError,
+)
 from router.server.responder import Responder
 
 if TYPE_CHECKING:
@@ -136,9 +142,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             elif self.cycle.response_complete:  # a second answer would be taken for the next request's
                 self._leave(self.bounds.body_timeout_s)
             else:
-                self._refuse(BodyTooLarge(self.bounds.max_body_bytes))
+                self._refuse(BodyTooLargeError(self.bounds.max_body_bytes))
         elif self._fed > self.bounds.max_header_bytes:
-            self._refuse(HeadTooLarge(self.bounds.max_header_bytes, MAX_HEADERS))
+            self._refuse(HeadTooLargeError(self.bounds.max_header_bytes, MAX_HEADERS))
         elif self.cycle is None or self.cycle.response_complete:
             self._expect()
 
@@ -178,15 +184,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._settle()
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > bounds.max_header_bytes or len(self.headers) > MAX_HEADERS:
-            self._fault = HeadTooLarge(bounds.max_header_bytes, MAX_HEADERS)
+            self._fault = HeadTooLargeError(bounds.max_header_bytes, MAX_HEADERS)
         elif self.parser.get_http_version() not in {"1.0", "1.1"}:
-            self._fault = NotHttp("only HTTP/1.0 and HTTP/1.1 are spoken here")
+            self._fault = NotHttpError("only HTTP/1.0 and HTTP/1.1 are spoken here")
         elif not self._names_one_host():
-            self._fault = NotHttp("a request needs one Host header, and not more than one (RFC 9112, section 3.2)")
+            self._fault = NotHttpError("a request needs one Host header, and not more than one (RFC 9112, section 3.2)")
         elif self._crowded:
-            self._fault = TooManyConnections(bounds.max_connections)
+            self._fault = TooManyConnectionsError(bounds.max_connections)
         elif len(self.pipeline) >= PIPELINED:
-            self._fault = NotHttp(f"more than {PIPELINED} requests wait on one connection")
+            self._fault = NotHttpError(f"more than {PIPELINED} requests wait on one connection")
         if self._fault is not None:
             raise self._fault
         super().on_headers_complete()
@@ -213,7 +219,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         del msg
         fault, self._fault = self._fault, None
-        self._refuse(fault or NotHttp("the request is not valid HTTP/1.1"))
+        self._refuse(fault or NotHttpError("the request is not valid HTTP/1.1"))
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -264,9 +270,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         elif self._in_body and self.cycle.response_complete:
             self._leave(LINGER_S)
         elif self._in_body:
-            self._refuse(TooSlow("body", self.bounds.body_timeout_s))
+            self._refuse(RequestTooSlowError("body", self.bounds.body_timeout_s))
         elif self._fed:
-            self._refuse(TooSlow("head", self.bounds.header_timeout_s))
+            self._refuse(RequestTooSlowError("head", self.bounds.header_timeout_s))
         else:
             self._close()
 
@@ -282,7 +288,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         head = STATUS_LINE[response.status_code] + b"\r\n".join(lines) + b"\r\n\r\n"
         self.transport.write(head + bytes(response.body))
         # A slow client, or one too many, gets no further time.
-        self._leave(LINGER_S if self._crowded or isinstance(error, TooSlow) else self.bounds.body_timeout_s)
+        self._leave(LINGER_S if self._crowded or isinstance(error, RequestTooSlowError) else self.bounds.body_timeout_s)
 
     def _abandon(self) -> bool:
         begun, client = False, self._client

@@ -98,7 +98,7 @@ class Server(uvicorn.Server):
         if self.force_exit:
             await self.lifespan.shutdown()
 
-    def take(self, settings: ServerSettings) -> None:
+    def use(self, settings: ServerSettings) -> None:
         """Take new settings: open connections get the new bounds with their next step."""
         self._drain_s = settings.drain_s
         self.config.timeout_keep_alive = settings.keep_alive_s

@@ -125,7 +125,7 @@ class Tls:
         """Return when the certificate expires, in seconds since 1970."""
         return self._pair.expires
 
-    def take(self, settings: TlsSettings, pair: Pair) -> None:
+    def use(self, settings: TlsSettings, pair: Pair) -> None:
         self._settings, self._pair, self._seen = settings, pair, pair.state
 
     def look(self) -> None:

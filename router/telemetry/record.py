@@ -103,6 +103,12 @@ class Journey:
     events: list[Event] = field(default_factory=list)
 
 
+def error_name(error: BaseException) -> str:
+    """Return an error's name in metrics, spans and records: its class's, of our own without the last word."""
+    kind = type(error)
+    return kind.__name__.removesuffix("Error") if kind.__module__.startswith("router.") else kind.__name__
+
+
 JOURNEY: ContextVar[Journey | None] = ContextVar("qarr_journey", default=None)  # the present request's
 
 

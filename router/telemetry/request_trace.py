@@ -133,7 +133,7 @@ def _known(found: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-class UnknownTrace(Exception):
+class UnknownTraceError(Exception):
     """No such trace is kept."""
 
 

@@ -25,7 +25,7 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import Decision as Sampling
 from opentelemetry.trace import Status, StatusCode
 
-from router.telemetry.record import JOURNEY, Event, Hop, Outcome
+from router.telemetry.record import JOURNEY, Event, Hop, Outcome, error_name
 from router.telemetry.request_trace import KEY_ID, hop_attributes, spans_of
 from tiers.spec import OtlpTarget
 
@@ -52,7 +52,7 @@ class _Buffer:
     def __init__(self) -> None:
         self._digits, self._next = "", 0
 
-    def take(self, digits: int) -> str:
+    def draw(self, digits: int) -> str:
         start, end = self._next, self._next + digits
         if end > len(self._digits):
             self._digits, start, end = os.urandom(BUFFER_BYTES).hex(), 0, digits
@@ -60,7 +60,7 @@ class _Buffer:
         return self._digits[start:end]
 
 
-random_hex = _Buffer().take
+random_hex = _Buffer().draw
 
 
 SERVICE = "qarr-router"
@@ -189,12 +189,12 @@ class Telemetry:
 
     def record_failed_attempt(self, replica_id: str, error: Exception) -> None:
         """Note an attempt that failed before its first byte; it may be retried."""
-        _note("qarr.attempt_failed", {"qarr.replica": replica_id, "error.type": type(error).__name__})
+        _note("qarr.attempt_failed", {"qarr.replica": replica_id, "error.type": error_name(error)})
 
     def record_continuation(self, broken: str, replica_id: str, tokens: int, error: Exception) -> None:
         """Note that another engine continues the answer, and after how many tokens."""
         went_on = {"qarr.continued_on": replica_id, "qarr.continued_tokens": tokens}
-        _note("qarr.continuation", {"qarr.replica": broken, **went_on, "error.type": type(error).__name__})
+        _note("qarr.continuation", {"qarr.replica": broken, **went_on, "error.type": error_name(error)})
 
     def live_check(self, kind: PromptClass, tier: TierName) -> AbstractContextManager[Span]:
         """Span over the scoring of one live prompt; a trace of its own."""

@@ -16,17 +16,17 @@ from weakref import WeakValueDictionary
 
 import httpx
 
-from router.telemetry.record import Hop
+from router.telemetry.record import Hop, error_name
 from router.upstream.engine_stream import Attempt, BufferedAnswer, EngineAnswer, EngineStream, end_hop
 from router.upstream.errors import (
-    EngineBroke,
-    EngineFailed,
-    EngineRefused,
-    EngineStalled,
-    EngineTooSlow,
-    EngineUnreachable,
-    NoEngineAnswered,
-    NoSlot,
+    EngineBrokeError,
+    EngineFailedError,
+    EngineRefusedError,
+    EngineStalledError,
+    EngineTooSlowError,
+    EngineUnreachableError,
+    NoEngineAnsweredError,
+    NoSlotError,
     UpstreamError,
     without_trace,
 )
@@ -74,8 +74,8 @@ class RetryBudget:
     def earn(self) -> None:
         self._left = min(self._left + self.share, float(self.reserve))
 
-    def take(self) -> bool:
-        """Take one retry; False: there is none left."""
+    def spend(self) -> bool:
+        """Use one retry; False: there is none left."""
         if self._left < 1:
             return False
         self._left -= 1
@@ -103,9 +103,9 @@ class Upstream:
         self._passing: WeakValueDictionary[tuple[Pool, str], asyncio.Semaphore] = WeakValueDictionary()
         self._policy, self._numbers = policy, count()
         self.retries: Counter[TierName] = Counter()
-        self.take(options)
+        self.use(options)
 
-    def take(self, options: UpstreamSettings) -> None:
+    def use(self, options: UpstreamSettings) -> None:
         """Take new settings; attempts that have begun keep their timeouts."""
         self._options = options
         self._retries = RetryBudget(options.retry_share, options.retry_reserve)
@@ -140,10 +140,10 @@ class Upstream:
             elsewhere: Whether other tiers may be tried.
 
         Raises:
-            EngineRefused: An engine says that the request is wrong.
-            EngineTooSlow: An engine did not finish an answer that is not streamed.
-            NoSlot: No replica had a slot any more.
-            NoEngineAnswered: All attempts failed.
+            EngineRefusedError: An engine says that the request is wrong.
+            EngineTooSlowError: An engine did not finish an answer that is not streamed.
+            NoSlotError: No replica had a slot any more.
+            NoEngineAnsweredError: All attempts failed.
         """
         assert decision.tier is not None
         tried: dict[str, UpstreamError] = {}
@@ -158,22 +158,22 @@ class Upstream:
                 if lease is None:
                     break
                 taken.add(lease.replica.id)
-                if tried and not self._retries.take():
+                if tried and not self._retries.spend():
                     lease.release()
                     raise no_answer(tried.values(), *_causes(tried), "no further attempt, since too many fail")
                 self.retries[tier] += bool(tried)
                 try:
                     return await self._attempt(tier, lease, request, len(tried), sent_at)
-                except (EngineUnreachable, EngineFailed, EngineBroke) as error:
+                except (EngineUnreachableError, EngineFailedError, EngineBrokeError) as error:
                     tried[lease.replica.id] = error
                     self._telemetry.record_failed_attempt(lease.replica.id, error)
                     lease = None
         if not tried:
-            raise NoSlot(f"every slot on {', '.join(self._targets(decision, elsewhere=elsewhere))} is taken")
+            raise NoSlotError(f"every slot on {', '.join(self._targets(decision, elsewhere=elsewhere))} is taken")
         raise no_answer(tried.values(), *_causes(tried))
 
     def _targets(self, decision: Decision, *, elsewhere: bool) -> Iterator[TierName]:
-        """Yield the chosen tier, then the others as things stand when it has failed, not when the request was let in."""
+        """Yield the chosen tier, then the others as things stand when it has failed, not when the request was admitted."""
         assert decision.tier is not None
         yield decision.tier
         if elsewhere:
@@ -187,9 +187,9 @@ class Upstream:
         An engine has at most ``PASSED_AT_ONCE`` requests of a pool; further ones wait for those, not for others'.
 
         Raises:
-            NoSlot: The engine has as many of the pool as it may have, and none ended in time.
-            EngineUnreachable: There was no whole answer in time.
-            EngineFailed: The answer is an error of the engine's own.
+            NoSlotError: The engine has as many of the pool as it may have, and none ended in time.
+            EngineUnreachableError: There was no whole answer in time.
+            EngineFailedError: The answer is an error of the engine's own.
         """
         headers = [(b"content-type", b"application/json"), *self._telemetry.context_headers()]
         if api_key:
@@ -209,17 +209,17 @@ class Upstream:
                     await response.aclose()
         except (TimeoutError, httpx.HTTPError) as error:
             if not sent:
-                raise NoSlot(f"{PASSED_AT_ONCE} such requests had no answer within {limit_s:g} s") from error
+                raise NoSlotError(f"{PASSED_AT_ONCE} such requests had no answer within {limit_s:g} s") from error
             log.warning("%s%s: no answer (%s)", url, path, type(error).__name__)
-            raise EngineUnreachable(f"no answer ({type(error).__name__})") from error
+            raise EngineUnreachableError(f"no answer ({type(error).__name__})") from error
         if response.status_code != httpx.codes.OK:
             failure = status_error(response, content)
-            if not isinstance(failure, EngineRefused):
+            if not isinstance(failure, EngineRefusedError):
                 log.warning("%s%s: %s", url, path, failure)
                 raise failure
         elif not _holds_object(content):
             log.warning("%s%s: an answer that is no JSON object", url, path)
-            raise EngineFailed("an answer that is no JSON object")
+            raise EngineFailedError("an answer that is no JSON object")
         return response.status_code, response.headers.get("content-type", "application/json"), content
 
     def passes_at_once(self, url: str, pool: Pool) -> bool:
@@ -270,8 +270,8 @@ class Upstream:
         except BaseException as error:  # noqa: BLE001  raised again
             failure = translate(error, limit_s, streamed=request.streamed)
             try:
-                if isinstance(failure, UpstreamError) and not isinstance(failure, EngineRefused):
-                    lease.failed(type(failure).__name__)
+                if isinstance(failure, UpstreamError) and not isinstance(failure, EngineRefusedError):
+                    lease.failed(error_name(failure))
                 lease.release()
                 end_hop(hop, failure)
                 if response is not None:
@@ -326,10 +326,10 @@ def _address(url: str) -> tuple[httpx.URL, bytes]:
     return read, read.netloc
 
 
-def no_answer(errors: Iterable[UpstreamError], *told: str) -> NoEngineAnswered:
+def no_answer(errors: Iterable[UpstreamError], *told: str) -> NoEngineAnsweredError:
     """Return the error for attempts that all failed: it says what is ``told``, and when to ask again."""
     waits = [getattr(error, "retry_after_s", None) or 0.0 for error in errors]
-    return NoEngineAnswered("; ".join(told), min(waits, default=0.0) or None)
+    return NoEngineAnsweredError("; ".join(told), min(waits, default=0.0) or None)
 
 
 def _causes(tried: Mapping[str, UpstreamError]) -> list[str]:
@@ -348,13 +348,13 @@ def _holds_object(content: bytes) -> bool:
 
 def translate(error: BaseException, limit_s: float, *, streamed: bool) -> BaseException:
     """Return the error for what went wrong before an answer began, where it is one of the connection."""
-    if isinstance(error, httpx.ReadTimeout | EngineStalled):
+    if isinstance(error, httpx.ReadTimeout | EngineStalledError):
         if streamed:
-            return EngineUnreachable(f"no first token within {limit_s:g} s")
-        return EngineTooSlow(f"no whole answer within {limit_s:g} s; a streamed one may take longer")
+            return EngineUnreachableError(f"no first token within {limit_s:g} s")
+        return EngineTooSlowError(f"no whole answer within {limit_s:g} s; a streamed one may take longer")
     if isinstance(error, httpx.HTTPError):
         why = f": {error}" if isinstance(error, httpx.ConnectError) else f" ({type(error).__name__})"
-        return EngineUnreachable(f"no connection{why}")
+        return EngineUnreachableError(f"no connection{why}")
     return error
 
 
@@ -366,13 +366,13 @@ def status_error(response: httpx.Response, body: bytes | None) -> UpstreamError:
     status = response.status_code
     blamed = (400 <= status < 500 and status not in _NOT_THE_REQUEST) or status == NOT_IMPLEMENTED  # noqa: PLR2004
     if not blamed:
-        return EngineFailed(f"HTTP {status}", _retry_after(response))
+        return EngineFailedError(f"HTTP {status}", _retry_after(response))
     if body is None:
         return refusal(status, b"")
     if (said := _said(body)) is None:
-        return EngineFailed(f"HTTP {status}, and not in vLLM's form")
+        return EngineFailedError(f"HTTP {status}, and not in vLLM's form")
     if status == httpx.codes.NOT_FOUND and said.get("param") == "model":  # the router has named it, not the caller
-        return EngineFailed("it no longer serves the model that it did")
+        return EngineFailedError("it no longer serves the model that it did")
     return refusal(status, body)
 
 
@@ -398,10 +398,10 @@ def _retry_after(response: httpx.Response) -> float | None:
         return None
 
 
-def refusal(status: int, body: bytes) -> EngineRefused:
+def refusal(status: int, body: bytes) -> EngineRefusedError:
     """Return the error for an engine's answer that says what is wrong with the request."""
     try:
         message = read_json(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = ""
-    return EngineRefused(str(message)[:300] or f"HTTP {status}", status, body)
+    return EngineRefusedError(str(message)[:300] or f"HTTP {status}", status, body)

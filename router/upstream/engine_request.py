@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
-from router.upstream.json_object import JsonObject, NotJson, as_integer
+from router.upstream.json_object import JsonObject, NotJsonError, as_integer
 from router.upstream.progress import Resumption
 from router.upstream.sse import COMPLETION_FORMAT, AnswerFormat
 
@@ -151,7 +151,7 @@ class EngineRequest:
             return b'{"include_usage":true}'
         try:
             given = JsonObject.parse(document.text_of("stream_options").encode("utf-8", "surrogatepass"))
-        except NotJson:
+        except NotJsonError:
             return None
         # Without the final counts vLLM gives none with each chunk either.
         silent = not self.wants_usage and "continuous_usage_stats" in given.values

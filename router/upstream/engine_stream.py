@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 
+from router.telemetry.record import error_name
 from router.telemetry.tracing import end_span
 from router.upstream.errors import (
-    EngineBroke,
-    EngineFailed,
-    EngineRefused,
-    EngineStalled,
+    EngineBrokeError,
+    EngineFailedError,
+    EngineRefusedError,
+    EngineStalledError,
     UpstreamError,
     without_trace,
 )
@@ -174,7 +175,7 @@ class EngineAnswer(ABC):
         if self.complete:
             lease.finished(tpot_ms, usage.get("completion_tokens", 0), self.cached_tokens)
         elif isinstance(error, UpstreamError):
-            lease.failed(type(error).__name__)
+            lease.failed(error_name(error))
         lease.release()
         known = {
             "qarr.ttft_ms": self.ttft_ms,
@@ -200,7 +201,7 @@ class EngineStream(EngineAnswer):
 
     Attributes:
         progress: What its caller has of it, where another engine could go on from there; None: none may.
-        resume: Goes on with it elsewhere, where that may be; set before it is relayed.
+        continuation: Continues it elsewhere, where that may be; set before it is relayed.
         failed_over: Whether the first engine did not end the answer.
     """
 
@@ -208,7 +209,7 @@ class EngineStream(EngineAnswer):
         super().__init__(attempt)
         resumption = request.resumption
         self.progress = Progress(resumption.held_back) if resumption is not None else None
-        self.resume: Callable[[EngineStream, EngineBroke, Feed, Drain], Awaitable[None]] | None = None
+        self.continuation: Callable[[EngineStream, EngineBrokeError, Feed, Drain], Awaitable[None]] | None = None
         self.failed_over = False
         self._wants_usage = request.wants_usage
         self._parser = EventParser(request.answers)
@@ -225,7 +226,7 @@ class EngineStream(EngineAnswer):
         if not self._shown or progress is None or not (progress.prompt_ids and progress.resumable):
             self._parser.check()
         if not self._shown:
-            raise EngineBroke("the engine's answer was empty")
+            raise EngineBrokeError("the engine's answer was empty")
         attempt = self._attempt
         self._body.limit_reads(attempt.token_timeout_s)
         self._first_at = self._last_at = now = time.monotonic()
@@ -239,12 +240,12 @@ class EngineStream(EngineAnswer):
         """Let ``feed`` have all of it as it comes, from whichever engine; return after its end.
 
         Raises:
-            EngineBroke: The engine failed, or no token came in time, and no other could go on.
+            EngineBrokeError: The engine failed, or no token came in time, and no other could go on.
         """
         try:
             while not await self.flow(feed):
                 await drain()
-        except EngineBroke as error:
+        except EngineBrokeError as error:
             broken = without_trace(error)
         else:
             return
@@ -257,7 +258,7 @@ class EngineStream(EngineAnswer):
         """Let ``feed`` have what this engine sends, as it comes; False: it takes no more now, True: that was the end.
 
         Raises:
-            EngineBroke: The engine failed, or no token came in time. What came before was passed on.
+            EngineBrokeError: The engine failed, or no token came in time. What came before was passed on.
         """
         parser = self._parser
         if self._held:
@@ -276,7 +277,7 @@ class EngineStream(EngineAnswer):
         if not parser.over:
             return False
         if self.finish_reason is None:
-            raise EngineBroke("the engine's stream ended without a finish reason")
+            raise EngineBrokeError("the engine's stream ended without a finish reason")
         self._body.expect_end()
         self.complete = True
         return True
@@ -284,15 +285,15 @@ class EngineStream(EngineAnswer):
     async def _read(self) -> None:
         """Take the engine's bytes as they come, until no more are wanted for now."""
         try:
-            ended = await self._body.pump(self.take)
+            ended = await self._body.pump(self.feed)
         except httpx.ReadTimeout:
-            raise EngineStalled(f"the engine sent no token for {self._attempt.token_timeout_s:g} s") from None
+            raise EngineStalledError(f"the engine sent no token for {self._attempt.token_timeout_s:g} s") from None
         except httpx.HTTPError as error:
-            raise EngineBroke(f"the engine's stream broke off ({type(error).__name__})") from without_trace(error)
+            raise EngineBrokeError(f"the engine's stream broke off ({type(error).__name__})") from without_trace(error)
         if ended and not self._parser.ended:
-            raise EngineBroke("the engine's stream ended early")
+            raise EngineBrokeError("the engine's stream ended early")
 
-    def take(self, data: bytes) -> bool:
+    def feed(self, data: bytes) -> bool:
         """Take a part of the stream: note what it holds, and pass it on; tell whether more is wanted now."""
         parser, progress, tokens = self._parser, self.progress, 0
         chunks = parser.feed(data)
@@ -320,18 +321,18 @@ class EngineStream(EngineAnswer):
             self._failures.append(error)
             return False
 
-    async def _fail_over(self, broken: EngineBroke, feed: Feed, drain: Drain) -> None:
+    async def _fail_over(self, broken: EngineBrokeError, feed: Feed, drain: Drain) -> None:
         progress = self.progress
-        if self.resume is None or progress is None:
+        if self.continuation is None or progress is None:
             raise broken
         self.failed_over = True
 
-        def take(chunks: Sequence[Chunk]) -> bool:
+        def feed_on(chunks: Sequence[Chunk]) -> bool:
             self._last_at = time.monotonic()
             self.output_tokens += sum(len(chunk.token_ids) for chunk in chunks)
             return feed(chunks)
 
-        await self.resume(self, broken, take, drain)
+        await self.continuation(self, broken, feed_on, drain)
         if self.parts or not self.usage:  # else all of the answer had come, and its counts
             self.usage = progress.usage
             self.output_tokens = self.usage.get("completion_tokens", self.output_tokens)
@@ -358,9 +359,9 @@ class BufferedAnswer(EngineAnswer):
         except httpx.ReadTimeout:
             raise
         except httpx.HTTPError as error:
-            raise EngineBroke(f"the engine's answer broke off ({type(error).__name__})") from error
+            raise EngineBrokeError(f"the engine's answer broke off ({type(error).__name__})") from error
         if (answer := self._read_whole(self.content)) is None:
-            raise EngineFailed("the engine's answer is not a completion")
+            raise EngineFailedError("the engine's answer is not a completion")
         self.finish_reason, usage = answer
         self._note_usage(usage)
         self.complete = True
@@ -375,10 +376,10 @@ def end_hop(hop: Hop, error: BaseException | None, attributes: dict[str, Any] | 
     """End a request to an engine, with its error if it had one; not with a refusal's words, which may quote the prompt."""
     hop.ended, hop.result = time.monotonic(), attributes or {}
     if error is not None:
-        hop.result["error.type"] = type(error).__name__
-    if isinstance(error, EngineRefused):
+        hop.result["error.type"] = error_name(error)
+    if isinstance(error, EngineRefusedError):
         hop.result["http.response.status_code"] = error.status
-    told = error if isinstance(error, Exception) and not isinstance(error, EngineRefused) else None
+    told = error if isinstance(error, Exception) and not isinstance(error, EngineRefusedError) else None
     hop.message = "" if told is None else str(told)
     if hop.span is not None:
         end_span(hop, hop.span, told)

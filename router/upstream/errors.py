@@ -1,14 +1,14 @@
 """What can go wrong between the router and an engine.
 
 UpstreamError
-├── EngineUnreachable   no connection, or no first token in time     tried elsewhere
-├── EngineFailed        an answer of 5xx, or one that makes no sense  tried elsewhere
-├── EngineRefused       the request itself is at fault               not tried elsewhere
-├── EngineTooSlow       no whole answer in time                      not tried elsewhere
-├── EngineBroke         failed after the first token                 gone on with elsewhere, else told to the caller
-│   └── EngineStalled   by silence
-├── NoSlot              every slot was taken since the decision
-└── NoEngineAnswered    every attempt failed
+├── EngineUnreachableError   no connection, or no first token in time     tried elsewhere
+├── EngineFailedError        an answer of 5xx, or one that makes no sense  tried elsewhere
+├── EngineRefusedError       the request itself is at fault               not tried elsewhere
+├── EngineTooSlowError       no whole answer in time                      not tried elsewhere
+├── EngineBrokeError         failed after the first token                 continued elsewhere, else told to the caller
+│   └── EngineStalledError   by silence
+├── NoSlotError              every slot was taken since the decision
+└── NoEngineAnsweredError    every attempt failed
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class UpstreamError(Exception):
     """Base of what can go wrong between the router and an engine."""
 
 
-class EngineUnreachable(UpstreamError):
+class EngineUnreachableError(UpstreamError):
     """No connection, or no first token in time."""
 
 
-class EngineFailed(UpstreamError):
+class EngineFailedError(UpstreamError):
     """The engine, or a proxy in front of it, answered with an error of its own.
 
     Attributes:
@@ -36,7 +36,7 @@ class EngineFailed(UpstreamError):
         self.retry_after_s = retry_after_s
 
 
-class EngineRefused(UpstreamError):
+class EngineRefusedError(UpstreamError):
     """The engine says that the request is wrong.
 
     Attributes:
@@ -50,23 +50,23 @@ class EngineRefused(UpstreamError):
         self.detail, self.status, self.body = detail, status, body
 
 
-class EngineTooSlow(UpstreamError):
+class EngineTooSlowError(UpstreamError):
     """The engine did not finish an answer that is not streamed in time."""
 
 
-class EngineBroke(UpstreamError):
+class EngineBrokeError(UpstreamError):
     """The engine failed after the first token."""
 
 
-class EngineStalled(EngineBroke):
+class EngineStalledError(EngineBrokeError):
     """The engine sent no further token in time."""
 
 
-class NoSlot(UpstreamError):
+class NoSlotError(UpstreamError):
     """Every slot was taken between the decision and the attempt."""
 
 
-class NoEngineAnswered(UpstreamError):
+class NoEngineAnsweredError(UpstreamError):
     """Every attempt failed before the first token.
 
     Attributes:

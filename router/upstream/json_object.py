@@ -36,12 +36,12 @@ def read_json(text: bytes | str) -> Any:
     return from_json(text, cache_strings="keys")
 
 
-class NotJson(ValueError):
+class NotJsonError(ValueError):
     """A text is not a JSON object; says why."""
 
 
 def _no_constants(name: str) -> NoReturn:
-    raise NotJson(f"{name} is not JSON")
+    raise NotJsonError(f"{name} is not JSON")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_constants)
@@ -96,7 +96,7 @@ class JsonObject:
         """Read an object.
 
         Raises:
-            NotJson: It is not UTF-8, not JSON, nested too deep, or not an object.
+            NotJsonError: It is not UTF-8, not JSON, nested too deep, or not an object.
         """
         try:
             values = from_json(body, allow_inf_nan=False, cache_strings="keys")
@@ -160,17 +160,17 @@ def _members_of(body: bytes) -> tuple[Member, ...]:
         text = body.decode()
         members = tuple(_members(text))
     except UnicodeDecodeError as error:
-        raise NotJson(f"not UTF-8: {error.reason} at byte {error.start}") from None
+        raise NotJsonError(f"not UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:
-        raise NotJson("nested too deep") from None
+        raise NotJsonError("nested too deep") from None
     except json.JSONDecodeError as error:
-        raise NotJson(f"{error.msg} at line {error.lineno} column {error.colno}") from None
-    except NotJson:
+        raise NotJsonError(f"{error.msg} at line {error.lineno} column {error.colno}") from None
+    except NotJsonError:
         raise
     except ValueError as error:  # a number of more digits than Python converts
-        raise NotJson(str(error)) from None
+        raise NotJsonError(str(error)) from None
     if text.count("[") + text.count("{") > MOST_NESTED and _nested([m.value for m in members]) >= MOST_NESTED:
-        raise NotJson(f"nested more than {MOST_NESTED} deep")
+        raise NotJsonError(f"nested more than {MOST_NESTED} deep")
     return members
 
 
@@ -186,7 +186,7 @@ def _nested(values: Iterable[Any]) -> int:
 def _members(text: str) -> list[Member]:
     position = _skip(text, 0)
     if text[position : position + 1] != "{":
-        raise NotJson("not a JSON object")
+        raise NotJsonError("not a JSON object")
     found: list[Member] = []
     position = _skip(text, position + 1)
     if text[position : position + 1] == "}":

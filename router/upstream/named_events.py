@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
-from router.upstream.errors import EngineBroke
+from router.upstream.errors import EngineBrokeError
 from router.upstream.sse import NOT_A_CHUNK, AnswerFormat, Chunk, Count, decoded
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def read_message_event(raw: bytes) -> Chunk:
     """Read one event of a streamed message.
 
     Raises:
-        EngineBroke: It holds something that is no such event, or an error that the engine reports.
+        EngineBrokeError: It holds something that is no such event, or an error that the engine reports.
     """
     event = _data_of(raw, _MESSAGE_EVENT)
     if event is None:
@@ -96,7 +96,7 @@ def read_message(content: bytes) -> WholeAnswer | None:
     """Read a message that is not streamed; None where it is none."""
     try:
         message = decoded(_MESSAGE, content)
-    except EngineBroke:
+    except EngineBrokeError:
         return None
     return _reason(message.stop_reason), _counts(message.usage)
 
@@ -109,15 +109,15 @@ def read_response_event(raw: bytes) -> Chunk:
     """Read one event of a streamed response.
 
     Raises:
-        EngineBroke: It holds something that is no such event, an error that the engine reports, or the end of a response
-            that is neither complete nor as long as it may be.
+        EngineBrokeError: It is no such event, an error that the engine reports, or the end of a response that is neither
+            complete nor as long as it may be.
     """
     event = _data_of(raw, _RESPONSE_EVENT)
     if event is None:
         return Chunk(raw)
     if event.type in RESPONSE_OVER:
         if (ended := _ended(event.response or _Response())) is None:
-            raise EngineBroke("the engine ended the response before it was complete")
+            raise EngineBrokeError("the engine ended the response before it was complete")
         return Chunk(raw, finish_reason=ended[0], usage=ended[1], last=True)
     if event.type == "response.output_text.delta" and isinstance(event.delta, str):
         return Chunk(raw, event.delta)
@@ -128,7 +128,7 @@ def read_response(content: bytes) -> WholeAnswer | None:
     """Read a response that is not streamed; None where it is none."""
     try:
         return _ended(decoded(_RESPONSE, content))
-    except EngineBroke:
+    except EngineBrokeError:
         return None
 
 
@@ -138,10 +138,10 @@ def _data_of(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
         return None
     head, found, text = raw.partition(b"data:")
     if not found or not (head == b"" or head.endswith(b"\n")):
-        raise EngineBroke(NOT_A_CHUNK)
+        raise EngineBrokeError(NOT_A_CHUNK)
     event = decoded(decoder, text)
     if event.type in _FAILURES:
-        raise EngineBroke("the engine reported an error in its stream")
+        raise EngineBrokeError("the engine reported an error in its stream")
     return event
 
 

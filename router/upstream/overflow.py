@@ -28,7 +28,7 @@ from router.upstream.engine_stream import (
     OverflowServer,
     end_hop,
 )
-from router.upstream.errors import EngineRefused, NoSlot, UpstreamError, without_trace
+from router.upstream.errors import EngineRefusedError, NoSlotError, UpstreamError, without_trace
 from router.upstream.json_object import JsonObject
 from router.upstream.sse import COMPLETION_FORMAT
 from router.upstream.transport import EngineTransport
@@ -153,11 +153,11 @@ def _plain_options(options: Any) -> bool:
 CHARACTERS_PER_TOKEN = 4  # of English, about; for servers that tell no counts
 
 
-class Unsupported(UpstreamError):
+class NotForOverflowError(UpstreamError):
     """The request has a parameter that means nothing outside of the fleet, or something else there."""
 
 
-class Paused(UpstreamError):
+class OverflowPausedError(UpstreamError):
     """The overflow has failed lately, and gets no requests for a while."""
 
 
@@ -222,9 +222,9 @@ class OverflowClient:
     def __init__(self, options: OverflowSettings, times: UpstreamSettings, telemetry: Telemetry) -> None:
         self._transport, self._telemetry = EngineTransport(), telemetry
         self.in_flight = 0
-        self.take(options, times)
+        self.use(options, times)
 
-    def take(self, options: OverflowSettings, times: UpstreamSettings) -> None:
+    def use(self, options: OverflowSettings, times: UpstreamSettings) -> None:
         """Take new settings; requests that have begun keep theirs."""
         self._options, self._times, self.name = options, times, options.shown_name
         self._breaker = Breaker(times.breaker)
@@ -234,24 +234,24 @@ class OverflowClient:
         """Return an answer that has begun; ``sent_at``: when it was first sent, by the monotonic clock.
 
         Raises:
-            Unsupported: It cannot be asked elsewhere.
-            NoSlot: The overflow has as many requests as it may have.
-            Paused: It has failed lately.
+            NotForOverflowError: It cannot be asked elsewhere.
+            NoSlotError: The overflow has as many requests as it may have.
+            OverflowPausedError: It has failed lately.
             UpstreamError: It did not begin an answer.
         """
         options, breaker, now = self._options, self._breaker, time.monotonic()
         content = body_for(request, options.model)
         if content is None:
-            raise Unsupported("a parameter that only the fleet's engines understand")
+            raise NotForOverflowError("a parameter that only the fleet's engines understand")
         if self.in_flight >= options.max_in_flight:
-            raise NoSlot(f"it has {self.in_flight} requests")
+            raise NoSlotError(f"it has {self.in_flight} requests")
         if not breaker.admits(now):
-            raise Paused(f"it has failed; it gets requests again in {breaker.admits_in_s(now):.1f} s")
+            raise OverflowPausedError(f"it has failed; it gets requests again in {breaker.admits_in_s(now):.1f} s")
         probe = breaker.begin(now)
         self.in_flight += 1
         try:
             answer = await self._begun(request, content, sequences, sent_at)
-        except EngineRefused:
+        except EngineRefusedError:
             breaker.given_up(probe=probe)
             raise
         except UpstreamError:

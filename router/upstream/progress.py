@@ -80,7 +80,7 @@ class Progress:
             self.prompt_ids = array("I", chunk.prompt_ids)
         if chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason
-        if chunk.other:  # not text that could be gone on with
+        if chunk.other:  # not text that could be continued
             self.close(counted=bool(chunk.token_ids))
         text, token_ids = chunk.text, chunk.token_ids
         alone = len(token_ids) == 1

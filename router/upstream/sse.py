@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from router.upstream.errors import EngineBroke, without_trace
+from router.upstream.errors import EngineBrokeError, without_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -110,7 +110,7 @@ def parse_event(raw: bytes) -> Chunk:
     """Read one event of a stream.
 
     Raises:
-        EngineBroke: It holds something that is no chunk of an answer, or an error that the engine reports.
+        EngineBrokeError: It holds something that is no chunk of an answer, or an error that the engine reports.
     """
     if not raw.startswith(b"data:"):
         return Chunk(raw)  # comments keep connections alive
@@ -119,12 +119,12 @@ def parse_event(raw: bytes) -> Chunk:
             raw.decode()
         event = _EVENT.decode(raw[5:])
     except _INVALID:
-        raise EngineBroke(NOT_A_CHUNK) from None  # its own words quote the engine's
+        raise EngineBrokeError(NOT_A_CHUNK) from None  # its own words quote the engine's
     if event.error is not None:
-        raise EngineBroke("the engine reported an error in its stream")
+        raise EngineBrokeError("the engine reported an error in its stream")
     choices, usage = event.choices, None if event.usage is None else msgspec.structs.asdict(event.usage)
     if choices is None:
-        raise EngineBroke(NOT_A_CHUNK)
+        raise EngineBrokeError(NOT_A_CHUNK)
     if not choices:
         return Chunk(raw, usage=usage, prompt_ids=event.prompt_token_ids or ())
     choice, finish_reason = choices[0], choices[0].finish_reason or None
@@ -145,7 +145,7 @@ def parse_event(raw: bytes) -> Chunk:
 def _read_delta(delta: Mapping[str, Any]) -> tuple[str, bool]:
     """Return the text of the answer that a delta holds, and whether it holds more."""
     if any(delta.get(name) is not None and not isinstance(delta[name], str) for name in _TEXTS):
-        raise EngineBroke(NOT_A_CHUNK)
+        raise EngineBrokeError(NOT_A_CHUNK)
     return delta.get("content") or "", any(value for name, value in delta.items() if name not in {"content", "role"})
 
 
@@ -153,21 +153,21 @@ def decoded(decoder: msgspec.json.Decoder[Any], text: bytes) -> Any:
     """Decode what an engine says.
 
     Raises:
-        EngineBroke: It is not what the decoder reads.
+        EngineBrokeError: It is not what the decoder reads.
     """
     try:
         if not text.isascii():
             text.decode()  # strings that nobody reads are passed on as well
         return decoder.decode(text)
     except _INVALID:
-        raise EngineBroke(NOT_A_CHUNK) from None
+        raise EngineBrokeError(NOT_A_CHUNK) from None
 
 
 def read_completion(content: bytes) -> WholeAnswer | None:
     """Read an answer that is not streamed; None where it is no completion."""
     try:
         answer = decoded(_WHOLE_ANSWER, content)
-    except EngineBroke:
+    except EngineBrokeError:
         return None
     if any(choice.message is None and choice.text is None for choice in answer.choices):
         return None
@@ -209,7 +209,7 @@ class EventParser:
         self._buffer = bytearray()
         self._cut = False  # the last part ended between a carriage return and its line feed
         self.over = self.ended = False
-        self._fault: EngineBroke | None = None
+        self._fault: EngineBrokeError | None = None
 
     def feed(self, data: bytes) -> list[Chunk]:  # noqa: C901  once a token: calls would cost more than this
         """Return the events that have come to their end, in order; a fault after them is raised by ``check``."""
@@ -237,7 +237,7 @@ class EventParser:
                 if self.over:
                     self.ended = True
                     break
-        except EngineBroke as error:
+        except EngineBrokeError as error:
             self.ended, self._fault = True, without_trace(error)
         return found
 
@@ -248,7 +248,7 @@ class EventParser:
         buffer += data
         if not whole:
             if len(buffer) > MAX_EVENT_BYTES:
-                raise EngineBroke(f"the engine's stream holds an event of over {MAX_EVENT_BYTES} bytes")
+                raise EngineBrokeError(f"the engine's stream holds an event of over {MAX_EVENT_BYTES} bytes")
             return b""
         whole_events, _, rest = bytes(buffer).rpartition(SEPARATOR)
         self._buffer = bytearray(rest)
@@ -265,7 +265,7 @@ class EventParser:
         """Raise the fault that follows what was returned, once.
 
         Raises:
-            EngineBroke: An event was refused.
+            EngineBrokeError: An event was refused.
         """
         fault, self._fault = self._fault, None
         try:

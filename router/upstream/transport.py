@@ -58,7 +58,7 @@ class Connection(asyncio.Protocol):
         read_timeout_s: Longest time that one read of the present answer may wait; None: any.
         from_sending: Whether that time is counted from when the request was sent, for all reads together.
         parts: Of the answer's body that have come and were not read.
-        take: Takes parts as they come, in place of a task that would be woken for each; returns whether it takes more.
+        sink: Takes parts as they come, in place of a task that would be woken for each; returns whether it takes more.
         buffered: Their bytes.
         paused: Whether the socket is not read, since they are many.
         fault: Why no more comes; what has come can still be read.
@@ -88,9 +88,9 @@ class Connection(asyncio.Protocol):
         "paused",
         "read_timeout_s",
         "reusable",
+        "sink",
         "state",
         "status",
-        "take",
         "timer",
         "waiter",
         "waiting_since",
@@ -106,7 +106,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self.parts: list[bytes] = []
-        self.take: Callable[[bytes], bool] | None = None
+        self.sink: Callable[[bytes], bool] | None = None
         self.waiter: asyncio.Future[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.read_timeout_s: float | None = None
@@ -258,11 +258,11 @@ class Connection(asyncio.Protocol):
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._head_too_long()
             return
-        if self.take is not None and self.parts:
+        if self.sink is not None and self.parts:
             parts, self.parts, self.buffered = self.parts, [], 0
             self.waiting_since = time.monotonic()
-            if not self.take(b"".join(parts)):
-                self.take = None
+            if not self.sink(b"".join(parts)):
+                self.sink = None
             elif not self.complete:
                 return
         if self.buffered > READ_BUFFER_BYTES and not self.paused and self._transport is not None:
@@ -378,14 +378,14 @@ class Body(httpx.AsyncByteStream):
             connection.resume_reading()
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def pump(self, take: Callable[[bytes], bool]) -> bool:
-        """Let ``take`` have what comes, as it comes, waking no task for it; False: it takes no more now, True: the end."""
+    async def pump(self, sink: Callable[[bytes], bool]) -> bool:
+        """Let ``sink`` have what comes, as it comes, waking no task for it; False: it takes no more now, True: the end."""
         connection = self._connection
         while connection is not None:
             if connection.parts:
                 parts, connection.parts, connection.buffered = connection.parts, [], 0
                 connection.waiting_since = time.monotonic()
-                if not take(b"".join(parts)):
+                if not sink(b"".join(parts)):
                     return False
             if connection.complete:
                 break
@@ -393,13 +393,13 @@ class Body(httpx.AsyncByteStream):
                 connection.raise_fault()
             if connection.paused:
                 connection.resume_reading()
-            connection.take = take
+            connection.sink = sink
             try:
                 await connection.wait()
-                if connection.take is None:
+                if connection.sink is None:
                     return False
             finally:
-                connection.take = None
+                connection.sink = None
         return True
 
     def expect_end(self) -> None:

@@ -28,7 +28,7 @@ LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(sys.argv[1])
 """
 
 
-class Interrupted(Exception):
+class InterruptedByHandError(Exception):
     """Somebody pressed Ctrl-C."""
 
 
@@ -52,9 +52,9 @@ def test_interrupted_calibration_goes_on_and_ends_the_same(options: PrepareOptio
 
     def interrupt(message: str, done: int, total: int) -> None:
         if "AWQ" in message and done == total - 1:  # in the last layer: the first part is the embedding
-            raise Interrupted
+            raise InterruptedByHandError
 
-    with pytest.raises(Interrupted):
+    with pytest.raises(InterruptedByHandError):
         prepare(options, interrupt)
     folder = next(options.store.glob("base-*"))
     kept = next(folder.glob("awq-*.layers"))

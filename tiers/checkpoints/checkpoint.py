@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tiers.errors import CheckpointError, TokenizerMismatch
+from tiers.errors import CheckpointError, TokenizerMismatchError
 from tiers.spec import PRECISIONS, Precision, TierName
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def check_alike(folders: Mapping[TierName, Path]) -> None:
     """Check that all tiers read a prompt as the same tokens.
 
     Raises:
-        TokenizerMismatch: Two tiers differ in tokenizer or chat template; both digests are named.
+        TokenizerMismatchError: Two tiers differ in tokenizer or chat template; both digests are named.
     """
     identities = {tier: identity(path) for tier, path in folders.items()}
     for tier, mine in identities.items():
@@ -153,7 +153,7 @@ def check_alike(folders: Mapping[TierName, Path]) -> None:
             left, right = getattr(theirs, part), getattr(mine, part)
             if left != right:
                 name = part.removesuffix("_digest").replace("_", " ")
-                raise TokenizerMismatch(
+                raise TokenizerMismatchError(
                     f"{name}s differ: {other} ({folders[other]}) has {left}, {tier} ({folders[tier]}) has {right}. The "
                     f"tiers must be made from one base model: run 'qarr model prepare', or correct "
                     f"tiers.{tier}.checkpoint"

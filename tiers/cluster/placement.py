@@ -48,7 +48,7 @@ STARTED = {PlacementState.STARTING, PlacementState.READY, PlacementState.SILENT}
 LIFECYCLE = Path(__file__).parents[1] / "lifecycle"
 
 
-class EngineEnded(Exception):
+class EngineEndedError(Exception):
     """An engine did not start, or ended."""
 
 
@@ -57,7 +57,7 @@ async def answer(reference: Any, timeout_s: float | None = None) -> Any:
 
     Raises:
         TimeoutError: It takes too long.
-        EngineEnded: It raised an error.
+        EngineEndedError: It raised an error.
         RayActorError: The actor is gone, or cannot be reached.
     """
     future = asyncio.wrap_future(reference.future())
@@ -68,7 +68,7 @@ async def answer(reference: Any, timeout_s: float | None = None) -> Any:
     try:
         return future.result()
     except RayTaskError as error:
-        raise EngineEnded(str(error.cause)) from None
+        raise EngineEndedError(str(error.cause)) from None
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
@@ -108,7 +108,7 @@ class Placement:
             began, actor = loop.time(), self._actor(wanted)
             try:
                 await self._live(wanted, actor)
-            except EngineEnded as error:
+            except EngineEndedError as error:
                 pause_s = FIRST_PAUSE_S if loop.time() - began > SOUND_S else pause_s
                 self._show(wanted, PlacementState.FAILED, detail=str(error))
                 ray.kill(actor)
@@ -138,7 +138,7 @@ class Placement:
         """Start an engine and watch it.
 
         Raises:
-            EngineEnded: It did not start, or ended.
+            EngineEndedError: It did not start, or ended.
             RayError: Its actor is gone.
         """
         node = await self._placed(wanted, actor)
@@ -148,7 +148,7 @@ class Placement:
         try:
             while True:
                 with contextlib.suppress(ActorUnavailableError):  # the beats tell
-                    raise EngineEnded(await answer(actor.ended.remote()))
+                    raise EngineEndedError(await answer(actor.ended.remote()))
                 await asyncio.sleep(BEAT_S)
         finally:
             watching.cancel()
@@ -178,7 +178,7 @@ class Placement:
 
     async def _end(self, actor: Any, *, started: bool) -> None:
         if started:
-            with contextlib.suppress(TimeoutError, EngineEnded, RayError):
+            with contextlib.suppress(TimeoutError, EngineEndedError, RayError):
                 await answer(actor.stop.remote(), self._job.stop_grace_s + STOP_MARGIN_S)
         with contextlib.suppress(RayError):
             ray.kill(actor)

@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from tiers.errors import NotPossible, TierError
+from tiers.errors import NotPossibleError, TierError
 from tiers.spec import ReplicaStatus
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class AdapterLoader:
         """Load an adapter into all engines of several tiers.
 
         Raises:
-            NotPossible: No engine took it.
+            NotPossibleError: No engine took it.
         """
         async with self._lock:
             asked = [engine for engine in self._control.engines if engine.replica.spec.name in tiers]
@@ -68,7 +68,7 @@ class AdapterLoader:
         """Unload an adapter from all engines that have it.
 
         Raises:
-            NotPossible: No engine has it, or none could unload it.
+            NotPossibleError: No engine has it, or none could unload it.
         """
         async with self._lock:
             having = [e for e in self._control.engines if name in e.replica.spec.adapters or name in e.adapters]
@@ -125,8 +125,8 @@ def _any_done(results: list[AdapterResult]) -> list[AdapterResult]:
     """Return the results, unless nothing was done at all.
 
     Raises:
-        NotPossible: Nothing was done; says why at each replica.
+        NotPossibleError: Nothing was done; says why at each replica.
     """
     if any(result.done for result in results):
         return results
-    raise NotPossible("; ".join(f"{r.replica}: {r.detail}" for r in results) or "no replica offers this adapter")
+    raise NotPossibleError("; ".join(f"{r.replica}: {r.detail}" for r in results) or "no replica offers this adapter")

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from tiers.errors import CanaryRefused, CheckpointError, ProbeError
+from tiers.errors import CanaryRefusedError, CheckpointError, ProbeError
 from tiers.spec import TierName  # noqa: TC001  pydantic reads it
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Canary:
         checkpoint would say something else. Without token ids, as from older releases of vLLM, it is not compared.
 
         Raises:
-            CanaryRefused: They differ too much.
+            CanaryRefusedError: They differ too much.
             CheckpointError: The file cannot be read.
             ProbeError: The engine did not answer.
         """
@@ -139,7 +139,7 @@ class Canary:
             return
         found = agreement(known.tokens, given)
         if found < self.min_agreement:
-            raise CanaryRefused(
+            raise CanaryRefusedError(
                 f"its greedy answers are not those of {known.recorded:%Y-%m-%d %H:%M} UTC: {found:.0%} of the tokens agree "
                 f"up to the first divergence, {self.min_agreement:.0%} must (engine.canary_min_agreement). The checkpoint "
                 f"was changed ({spec.checkpoint or identity}), or a kernel is missing or broken. If the answers are meant "
@@ -150,13 +150,13 @@ class Canary:
         """Compare an idle engine's speed with the latency profile's.
 
         Raises:
-            CanaryRefused: It is too slow.
+            CanaryRefusedError: It is too slow.
         """
         if not self.max_slowdown or profiled is None:
             return
         ratio = measured.step_ms(1) / max(profiled.step_ms(1), 1e-6)
         if ratio > self.max_slowdown:
-            raise CanaryRefused(
+            raise CanaryRefusedError(
                 f"it takes {measured.step_ms(1):.1f} ms for a token while idle, {ratio:.1f} times the profile's "
                 f"{profiled.step_ms(1):.1f} ms; {self.max_slowdown:g} times are allowed: a "
                 f"kernel is missing, or something else uses the machine. If tier {spec.name} is meant to be so slow, "

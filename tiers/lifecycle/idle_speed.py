@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from tiers.errors import NotPossible, TierError
+from tiers.errors import NotPossibleError, TierError
 from tiers.lifecycle.warmup import MEASURED_TOKENS, measure_speed
 from tiers.spec import ReplicaStatus
 
@@ -89,7 +89,7 @@ class IdleSpeed:
             return 0.0
         gauges, counters = await probe.readings()
         if gauges.running + gauges.waiting:
-            raise NotPossible(f"{replica.id} is used by others")
+            raise NotPossibleError(f"{replica.id} is used by others")
         return counters.output_tokens
 
     def quiet(self, but: Replica | None = None) -> bool:

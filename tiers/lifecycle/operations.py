@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from tiers.errors import NotPossible, TierError, UnknownReplica
+from tiers.errors import NotPossibleError, TierError, UnknownReplicaError
 from tiers.lifecycle.adapters import AdapterControl, AdapterLoader
 from tiers.lifecycle.roster import Roster, RosterControl
 from tiers.plan import lacking_for_one_more, read_machine
@@ -83,7 +83,7 @@ class EngineControl(AdapterControl, RosterControl, Protocol):
     """What operations need of the supervisor."""
 
     def engine(self, replica_id: str) -> Engine:
-        """Return one replica's engine, or raise ``UnknownReplica``."""
+        """Return one replica's engine, or raise ``UnknownReplicaError``."""
 
     def hold(self, engine: Engine, why: str) -> None:
         """Send an engine no new requests."""
@@ -129,12 +129,12 @@ class Operations:
         """Return one operation.
 
         Raises:
-            UnknownReplica: There is no record of it.
+            UnknownReplicaError: There is no record of it.
         """
         for operation in self._records:
             if operation.id == operation_id:
                 return operation
-        raise UnknownReplica(f"there is no operation {operation_id[:100]!r}: the last {KEPT} are remembered")
+        raise UnknownReplicaError(f"there is no operation {operation_id[:100]!r}: the last {KEPT} are remembered")
 
     def begin(self, kind: Kind, replica_id: str, *, now: bool = False) -> Operation:
         """Begin an operation, which runs in a task of its own.
@@ -145,19 +145,19 @@ class Operations:
             now: Whether a removal waits for no open request.
 
         Raises:
-            UnknownReplica: There is no such replica.
-            NotPossible: The engine runs elsewhere, is in another operation, or nothing else could serve meanwhile.
+            UnknownReplicaError: There is no such replica.
+            NotPossibleError: The engine runs elsewhere, is in another operation, or nothing else could serve meanwhile.
         """
         engine = self._control.engine(replica_id)
         running = self._running.get(replica_id)
         if running is not None and ((kind, running.kind) not in BREAKS_OFF or engine.leaving):
-            raise NotPossible(f"{replica_id} is busy: {running.kind} ({running.detail}); wait for its end")
+            raise NotPossibleError(f"{replica_id} is busy: {running.kind} ({running.detail}); wait for its end")
         if kind == "remove":
             self.roster.release(engine)
         if running is not None:
             _break_off(running)
         if engine.launch is None and kind in {"restart", "recycle"}:
-            raise NotPossible(
+            raise NotPossibleError(
                 f"{replica_id} was not started here: {kind} it where it runs; 'drain' keeps requests from it"
             )
         return self._started(kind, engine, now=now)
@@ -212,7 +212,7 @@ class Operations:
             return
         try:
             self.begin("recycle", name)
-        except NotPossible as error:
+        except NotPossibleError as error:
             log.warning("%s is not recycled (%s): %s", name, why, error)
             self._due[name] = now + max(every / 10, LATER_S)
             return
@@ -332,10 +332,10 @@ class Operations:
         return replica.state.in_flight
 
     def _check_floor(self, engine: Engine) -> None:
-        """Raise ``NotPossible`` unless another replica is ready while an engine is away."""
+        """Raise ``NotPossibleError`` unless another replica is ready while an engine is away."""
         others = (r for r in self._control.fleet.replicas if r is not engine.replica)
         if not any(r.state.status is ReplicaStatus.READY for r in others):
-            raise NotPossible(
+            raise NotPossibleError(
                 f"no other replica is ready, and there is no memory for a second engine beside {engine.replica.id}: "
                 f"nothing would serve meanwhile; 'restart' does it all the same"
             )
@@ -348,16 +348,16 @@ def _break_off(running: Operation) -> None:
 
 
 async def _settled(engine: Engine) -> None:
-    """Wait until a starting engine is ready; raise ``NotPossible`` if it fails or is no longer watched."""
+    """Wait until a starting engine is ready; raise ``NotPossibleError`` if it fails or is no longer watched."""
     replica = engine.replica
     while replica.state.status in {ReplicaStatus.STARTING, ReplicaStatus.WARMING}:
         _check_watched(engine)
         await asyncio.sleep(POLL_S)
     if replica.state.status not in {ReplicaStatus.READY, ReplicaStatus.DRAINING}:
-        raise NotPossible(f"{replica.id} did not become ready: {replica.state.detail}")
+        raise NotPossibleError(f"{replica.id} did not become ready: {replica.state.detail}")
 
 
 def _check_watched(engine: Engine) -> None:
-    """Raise ``NotPossible`` if the task that watches an engine has ended, as when the engine is retired."""
+    """Raise ``NotPossibleError`` if the task that watches an engine has ended, as when the engine is retired."""
     if engine.task is None or engine.task.done():
-        raise NotPossible(f"{engine.replica.id} is not watched any more: it was stopped")
+        raise NotPossibleError(f"{engine.replica.id} is not watched any more: it was stopped")

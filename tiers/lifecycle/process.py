@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiers.errors import EngineDied, PortInUse
+from tiers.errors import EngineDiedError, PortInUseError
 from tiers.private_files import make_private_folder, open_private
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class EngineProcess:
         """Start an engine on the given CPU cores, with its output in ``log_path``. The previous log is kept.
 
         Raises:
-            EngineDied: It could not be started.
+            EngineDiedError: It could not be started.
         """
         pinned = ["taskset", "-c", ",".join(map(str, cores)), *argv] if cores else list(argv)
         try:
@@ -52,7 +52,7 @@ class EngineProcess:
                 start_new_session=True,
             )
         except OSError as error:
-            raise EngineDied(f"could not be started: {error}") from error
+            raise EngineDiedError(f"could not be started: {error}") from error
         assert guard.stdout is not None
         assert guard.stdin is not None
         try:
@@ -64,7 +64,7 @@ class EngineProcess:
             guard.stdin.close()
             await guard.wait()
             why = first_line.decode(errors="replace").strip() or f"its guard exited with status {guard.returncode}"
-            raise EngineDied(f"could not be started: {' '.join(argv[:3])}: {why}")
+            raise EngineDiedError(f"could not be started: {' '.join(argv[:3])}: {why}")
         return cls(int(first_line), log_path, guard)
 
     @property
@@ -82,9 +82,9 @@ class EngineProcess:
             return "".join(deque(log, maxlen=count)).rstrip()
         return ""
 
-    def died(self) -> EngineDied:
+    def died(self) -> EngineDiedError:
         """Return an error with the exit status and the last log lines."""
-        return EngineDied(
+        return EngineDiedError(
             f"exited with status {self.exit_status}. Last lines of {self.log_path}:\n{self.last_log_lines()}"
         )
 
@@ -112,14 +112,14 @@ def check_port_free(host: str, port: int) -> None:
     """Check that an engine can listen on the port.
 
     Raises:
-        PortInUse: Something listens there already.
+        PortInUseError: Something listens there already.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise PortInUse(
+            raise PortInUseError(
                 f"port {port} on {host} is in use ({error.strerror}): end what listens there (ss -ltnp 'sport = :{port}'), "
                 f"or set engine.base_port"
             ) from error

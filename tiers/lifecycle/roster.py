@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from tiers.address import normalised
-from tiers.errors import NotPossible
+from tiers.errors import NotPossibleError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -122,17 +122,17 @@ class Roster:
         """Add an engine at an operator's request; it gets requests once it is ready.
 
         Raises:
-            NotPossible: It is in the fleet, or cannot be added now.
+            NotPossibleError: It is in the fleet, or cannot be added now.
         """
         known = all_wanted(self._named).get(normalised(url))
         if known is not None:
-            raise NotPossible(f"{url} is in tier {known.tier} already, named by {known.source}")
+            raise NotPossibleError(f"{url} is in tier {known.tier} already, named by {known.source}")
         before = self._named.get((Source.COMMAND, ""), {})
         self._named[Source.COMMAND, ""] = {**before, tier: (*before.get(tier, ()), url)}
         try:
             self._await()
             return self._added(tier, url)
-        except NotPossible:
+        except NotPossibleError:
             self._named[Source.COMMAND, ""] = before
             self._await()
             raise
@@ -144,7 +144,7 @@ class Roster:
         if engine.replica.spec.name is tier:
             self._removals.keep(engine)
         if engine.replica.spec.name is not tier or engine.leaving:
-            raise NotPossible(f"{url} is still being removed as {engine.replica.id}: try again when it is gone")
+            raise NotPossibleError(f"{url} is still being removed as {engine.replica.id}: try again when it is gone")
         engine.replica.source = Source.COMMAND
         return engine.replica
 
@@ -152,16 +152,20 @@ class Roster:
         """Forget that the settings or an operator name an engine, because an operator removes it.
 
         Raises:
-            NotPossible: It was started here, or something that the router follows names it.
+            NotPossibleError: It was started here, or something that the router follows names it.
         """
         replica, address = engine.replica, normalised(engine.replica.url)
         if engine.launch is not None:
-            raise NotPossible(f"{replica.id} was started here: 'qarr tiers drain {replica.id}' keeps requests from it")
+            raise NotPossibleError(
+                f"{replica.id} was started here: 'qarr tiers drain {replica.id}' keeps requests from it"
+            )
         known = all_wanted(self._named).get(address)
         followed = [source for source in known.sources if source in {Source.FILE, Source.DNS}] if known else []
         if followed:
             where = "discovery.file" if Source.FILE in followed else f"tiers.{replica.spec.name}.dns"
-            raise NotPossible(f"{replica.id} is named by {where}: take it out there, and it is drained and removed")
+            raise NotPossibleError(
+                f"{replica.id} is named by {where}: take it out there, and it is drained and removed"
+            )
         for source in (Source.SETTINGS, Source.COMMAND):
             members = self._named.get((source, ""), {})
             left = {tier: tuple(url for url in urls if normalised(url) != address) for tier, urls in members.items()}
@@ -193,7 +197,7 @@ class Roster:
         try:
             self._add(found)
             self._refused.discard(address)
-        except NotPossible as error:
+        except NotPossibleError as error:
             if address not in self._refused:
                 log.warning("%s is not added to tier %s: %s", found.url, found.tier, error)
             self._refused.add(address)

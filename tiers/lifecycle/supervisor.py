@@ -30,16 +30,16 @@ import httpx
 from tiers.background import Faults, lasting
 from tiers.checkpoints.precision import root_precision, told_precision
 from tiers.errors import (
-    CanaryRefused,
-    EngineDied,
+    CanaryRefusedError,
+    EngineDiedError,
     EngineError,
-    EngineHung,
-    EngineSlow,
-    PortInUse,
+    EngineHungError,
+    EngineSlowError,
+    PortInUseError,
     ProbeError,
     TierError,
-    TokenizerMismatch,
-    UnknownReplica,
+    TokenizerMismatchError,
+    UnknownReplicaError,
 )
 from tiers.lifecycle.command import engine_argv, engine_environment
 from tiers.lifecycle.discovery import Discovery, DiscoveryOptions
@@ -142,7 +142,7 @@ class Supervisor:
             external: Every tier, as its engines elsewhere have it, with their URLs in the settings.
 
         Raises:
-            PortInUse: An engine's port is taken; nothing was started.
+            PortInUseError: An engine's port is taken; nothing was started.
         """
         self.launch(launches)
         works = [(self._idle_speed.run, "measuring speeds"), (self.operations.run, "recycling")]
@@ -156,7 +156,7 @@ class Supervisor:
         """Begin to start engines here. Return at once.
 
         Raises:
-            PortInUse: An engine's port is taken; nothing was started.
+            PortInUseError: An engine's port is taken; nothing was started.
         """
         for launch in launches:
             check_port_free(launch.host, launch.port)
@@ -193,10 +193,10 @@ class Supervisor:
         """Return one replica's engine.
 
         Raises:
-            UnknownReplica: No replica has this id.
+            UnknownReplicaError: No replica has this id.
         """
         if replica_id not in self._engines:
-            raise UnknownReplica(f"there is no replica {replica_id[:100]!r}: {', '.join(self._engines)}")
+            raise UnknownReplicaError(f"there is no replica {replica_id[:100]!r}: {', '.join(self._engines)}")
         return self._engines[replica_id]
 
     def hold(self, engine: Engine, why: str) -> None:
@@ -218,7 +218,7 @@ class Supervisor:
         """Start another engine with the same configuration, but with a port and an id of its own.
 
         Raises:
-            PortInUse: No port is free.
+            PortInUseError: No port is free.
         """
         assert engine.launch is not None
         launch = replace(engine.launch, port=self._free_port(engine.launch), api_key=secrets.token_urlsafe(24))
@@ -244,7 +244,7 @@ class Supervisor:
         """Begin to watch an engine that runs elsewhere.
 
         Raises:
-            NotPossible: The fleet has no space for it.
+            NotPossibleError: The fleet has no space for it.
         """
         engine = self._add(spec, url, None)
         engine.replica.source = source
@@ -254,10 +254,10 @@ class Supervisor:
         taken = {e.launch.port for e in self._engines.values() if e.launch is not None}
         for port in range(min(taken), LAST_PORT):
             if port not in taken:
-                with contextlib.suppress(PortInUse):
+                with contextlib.suppress(PortInUseError):
                     check_port_free(launch.host, port)
                     return port
-        raise PortInUse(f"no port from {min(taken)} on is free on {launch.host}")
+        raise PortInUseError(f"no port from {min(taken)} on is free on {launch.host}")
 
     def _add(self, spec: TierSpec, url: str, launch: EngineLaunch | None, note: str | None = None) -> Engine:
         number = self._made[spec.name]
@@ -344,7 +344,7 @@ class Supervisor:
                 f"engine.cpu_kv_cache_gib, or run the tier elsewhere. The last end: {error}"
             )
         delay_s = None
-        if engine.was_ready and not isinstance(error, CanaryRefused):
+        if engine.was_ready and not isinstance(error, CanaryRefusedError):
             delay_s = restarts.exited(time.monotonic(), ready_s)
             detail = (
                 f"not started again after {watchdog.max_restarts} restarts within {watchdog.restart_window_s:g} s: mend "
@@ -428,7 +428,7 @@ class Supervisor:
         deadline = time.monotonic() + limit_s
         while not await probe.alive():
             if time.monotonic() > deadline:
-                raise EngineDied(f"{missing} {limit_s:g} s; see {self.log_path(replica)}")
+                raise EngineDiedError(f"{missing} {limit_s:g} s; see {self.log_path(replica)}")
             await asyncio.sleep(POLL_S)
 
     async def _watch_processors(self) -> None:
@@ -458,7 +458,7 @@ class Supervisor:
                     await self._poll(engine, probe)
                 else:
                     self._mark(replica, ReplicaStatus.UNREACHABLE, why)
-            except (CanaryRefused, EngineHung, EngineSlow) as error:
+            except (CanaryRefusedError, EngineHungError, EngineSlowError) as error:
                 await self._quarantine(engine, probe, str(error))
             except Exception as error:  # noqa: BLE001  the watcher goes on after any error
                 self._mark(replica, ReplicaStatus.FAILED, str(self._explained(engine, error)))
@@ -488,7 +488,7 @@ class Supervisor:
         if engine.launch is None:
             await self._note_precision(replica, model.root)
         if model.max_model_len < replica.spec.max_model_len:
-            raise EngineDied(
+            raise EngineDiedError(
                 f"{replica.url} has a context of {model.max_model_len} tokens, tier {replica.spec.name} promises "
                 f"{replica.spec.max_model_len}: set tiers.{replica.spec.name}.max_model_len"
             )
@@ -539,7 +539,7 @@ class Supervisor:
     def _check_tokens(self, replica: Replica, digest: str) -> None:
         for other, known in self._tokens_digests.items():
             if other != replica.id and known != digest:
-                raise TokenizerMismatch(
+                raise TokenizerMismatchError(
                     f"{replica.id} reads prompts as other tokens than {other} (token digests {digest[:16]} and "
                     f"{known[:16]}): every tier must serve the same model with the same tokenizer and chat template"
                 )
@@ -574,15 +574,15 @@ class Supervisor:
         """Find out whether an engine has become too slow.
 
         Raises:
-            EngineHung: It hangs.
-            EngineSlow: It is too slow, runs elsewhere, and another replica of its tier is ready.
+            EngineHungError: It hangs.
+            EngineSlowError: It is too slow, runs elsewhere, and another replica of its tier is ready.
         """
         replica, now, limit_s = engine.replica, time.monotonic(), self._options.watchdog.hang_s
         if moved:
             replica.progressed(now)
         if replica.silence_s(now) > limit_s:
             if await hangs(probe, replica):
-                raise EngineHung(f"hung: {replica.state.in_flight} requests, no token for {limit_s:g} s")
+                raise EngineHungError(f"hung: {replica.state.in_flight} requests, no token for {limit_s:g} s")
             replica.progressed(time.monotonic())
         sequences, gauges = replica.state.load.sequences, replica.state.gauges
         if engine.launch is None and gauges is not None:  # others may use it, and are soon gone again
@@ -604,10 +604,10 @@ class Supervisor:
         return [r for r in self.fleet.replicas if r is not replica and r.state.status is ReplicaStatus.READY]
 
     def _spare(self, engine: Engine, worn: str, others: Sequence[Replica], now: float) -> None:
-        """Raise ``EngineSlow`` if another replica of its tier can do a slow engine's work: better slow answers than none."""
+        """Raise ``EngineSlowError`` if another replica of its tier can do a slow engine's work: slow is better than none."""
         replica = engine.replica
         if any(r.spec.name is replica.spec.name for r in others):
-            raise EngineSlow(f"too slow: {worn}")
+            raise EngineSlowError(f"too slow: {worn}")
         if now - engine.wear.found_at > WORN_S:
             log.warning("%s serves on, as the last ready one of its tier, though it is too slow: %s", replica.id, worn)
 

@@ -12,7 +12,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tiers.errors import ProbeError, RefusedError, WarmupFailed
+from tiers.errors import ProbeError, RefusedError, WarmupFailedError
 from tiers.probe import CHAT, COMPLETIONS
 from tiers.spec import TemplateTokens
 from tiers.speed import SpeedModel
@@ -66,7 +66,7 @@ async def warm_up(probe: EngineProbe, model: str, plan: WarmupPlan) -> WarmupRep
     """Run a short, a long and a chat-templated generation, and check the chat's answer.
 
     Raises:
-        WarmupFailed: The answer is not sane text, or lacks the expected text.
+        WarmupFailedError: The answer is not sane text, or lacks the expected text.
         ProbeError: The engine did not answer.
     """
     chat = {"model": model, "messages": [{"role": "user", "content": plan.question}], "max_tokens": 16}
@@ -93,12 +93,12 @@ def check_answer(text: str, plan: WarmupPlan) -> None:
     """Check that an answer is readable text, and contains what the plan expects.
 
     Raises:
-        WarmupFailed: It is not, or does not.
+        WarmupFailedError: It is not, or does not.
     """
     words = _WORD.findall(text)
     broken = not words or "\ufffd" in text or (len(words) > 5 and len(set(words)) <= 2)  # noqa: PLR2004
     if broken or plan.expected.casefold() not in text.casefold():
-        raise WarmupFailed(
+        raise WarmupFailedError(
             f"asked {plan.question!r}, the engine answered {text!r}, expected {plan.expected or 'sane text'!r}: "
             f"a wrong checkpoint or a broken kernel; for a model that answers otherwise set engine.warmup_expected"
         )

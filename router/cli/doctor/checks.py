@@ -26,7 +26,7 @@ from router.section import PROJECT
 from tiers.checkpoints.checkpoint import Checkpoint, check_whole, identity
 from tiers.checkpoints.precision import checkpoint_precision
 from tiers.checkpoints.prepare import finished
-from tiers.errors import CheckpointError, PortInUse
+from tiers.errors import CheckpointError, PortInUseError
 from tiers.lifecycle.process import check_port_free
 from tiers.plan import GIB, cpu_flags, read_machine
 from tiers.preparing import Preparing
@@ -287,7 +287,7 @@ def engine_ports(context: CheckContext) -> Iterator[Finding]:
     for port in ports:
         try:
             check_port_free("127.0.0.1", port)
-        except PortInUse:
+        except PortInUseError:
             taken.append(port)
     running = _running_ports(context) if taken else set()
     others = [port for port in taken if port not in running and _of_a_router(port)]

@@ -64,12 +64,12 @@ async def test_all_accounts_or_none(kind: str, tmp_path: Path, redis_server: Red
     own, team = account("own", engine_seconds_per_day=10), account("team", money_per_month=0.000005)
     async with ledger_of(kind, tmp_path, redis_server, Clock()) as ledger:
         first, second = hold(own, team, engine=7, money=4), hold(own, team, engine=7, money=2)
-        assert (await ledger.take(first)).denied is None
-        taken = await ledger.take(second)
+        assert (await ledger.reserve(first)).denied is None
+        taken = await ledger.reserve(second)
         assert taken.denied == (team, team.limits[0])
         assert taken.used[team.id, DAY.month] == Cost(7, 4)
         await ledger.settle(first, Cost(5, 3))
-        assert (await ledger.take(second)).denied is None
+        assert (await ledger.reserve(second)).denied is None
         await ledger.settle(second, Cost(6, 2))
         used = await ledger.used([own.id, team.id], DAY)
         assert set(used.values()) == {Cost(11, 5)}
@@ -82,7 +82,7 @@ async def test_a_settlement_may_be_repeated(kind: str, tmp_path: Path, redis_ser
     own = account("own", engine_seconds_per_day=10)
     async with ledger_of(kind, tmp_path, redis_server, Clock()) as ledger:
         one = hold(own, engine=8)
-        await ledger.take(one)
+        await ledger.reserve(one)
         for _ in range(3):
             await ledger.settle(one, Cost(3, 0))
         assert (await ledger.used([own.id], DAY))[own.id, DAY.day] == Cost(3, 0)
@@ -94,25 +94,25 @@ async def test_reservations_of_dead_routers_end(tmp_path: Path) -> None:
     async with ledger_of("sqlite", tmp_path, None, clock) as ledger:  # type: ignore[arg-type]
         dead, living = hold(own, engine=6), hold(own, engine=4)
         for each in (dead, living):
-            assert (await ledger.take(each)).denied is None
+            assert (await ledger.reserve(each)).denied is None
         clock.now += LEASE_S - 1
-        assert (await ledger.take(hold(own))).denied == (own, own.limits[0])
+        assert (await ledger.reserve(hold(own))).denied == (own, own.limits[0])
         await ledger.renew([living])
         clock.now += 2
         assert (await ledger.used([own.id], DAY))[own.id, DAY.day] == Cost(4, 0)
-        assert (await ledger.take(hold(own, engine=6))).denied is None
+        assert (await ledger.reserve(hold(own, engine=6))).denied is None
 
 
 async def test_reservations_of_dead_routers_end_in_redis(redis_server: RedisServer) -> None:
     """The same in Redis, whose clock no test moves: the lease's end is set back instead."""
     own, ledger = account("own", engine_seconds_per_day=10 / 1e6), RedisLedger(redis_server.url)
     dead = hold(own, engine=10)
-    await ledger.take(dead)
-    assert (await ledger.take(hold(own))).denied == (own, own.limits[0])
+    await ledger.reserve(dead)
+    assert (await ledger.reserve(hold(own))).denied == (own, own.limits[0])
     redis = Redis.from_url(redis_server.url)
     await redis.zadd(_name("ends", own.id), {dead.id: 1})
     assert (await ledger.used([own.id], DAY))[own.id, DAY.day] == Cost(0, 0)
-    assert (await ledger.take(hold(own, engine=10))).denied is None
+    assert (await ledger.reserve(hold(own, engine=10))).denied is None
     assert await redis.hlen(_name("held", own.id)) == 1
     await redis.aclose()
     await ledger.aclose()
@@ -124,7 +124,7 @@ async def test_a_late_take_reserves_nothing(tmp_path: Path, redis_server: RedisS
     async with ledger_of("redis", tmp_path, redis_server, Clock()) as ledger:
         late = hold(own, engine=8)
         await ledger.settle(late, Cost(3, 0))
-        await ledger.take(late)
+        await ledger.reserve(late)
         assert (await ledger.used([own.id], DAY))[own.id, DAY.day] == Cost(3, 0)
 
 
@@ -162,7 +162,7 @@ def test_every_ledger_does_as_the_one_in_memory(
                 accounts = choices[whose]
                 if what < 2:
                     asked = hold(*accounts, engine=amount, money=2 * amount)
-                    taken, told = [await each.take(asked) for each in (ledger, model)]
+                    taken, told = [await each.reserve(asked) for each in (ledger, model)]
                     assert (taken.denied, taken.used) == (told.denied, told.used)
                     open_ += [asked] * (taken.denied is None)
                 elif open_:

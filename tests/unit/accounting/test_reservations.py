@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from redis.asyncio import Redis
 
-from router.accounting.budgets import BudgetUnknown, NoPrice, OverBudget, periods, renews_at
+from router.accounting.budgets import BudgetUnknownError, NoPriceError, OverBudgetError, periods, renews_at
 from router.accounting.database import Database
 from router.accounting.ledgers import LEASE_S, MemoryLedger, RedisLedger, SqliteLedger
 from router.accounting.reservations import Reservation, Reservations
@@ -57,7 +57,7 @@ async def reserving(
 async def enters(reservations: Reservations, who: Caller, engine: int) -> Reservation | None:
     try:
         return await reservations.enter(who.accounts, Cost(engine, 0))
-    except OverBudget:
+    except OverBudgetError:
         return None
 
 
@@ -67,7 +67,7 @@ async def test_months_and_days_roll_over() -> None:
     async with reserving(MemoryLedger(), clock) as reservations:
         first = await enters(reservations, who, 10)
         assert first is not None
-        with pytest.raises(OverBudget, match=r"0\.00001 engine-seconds a day") as over:
+        with pytest.raises(OverBudgetError, match=r"0\.00001 engine-seconds a day") as over:
             await reservations.enter(who.accounts, Cost(1, 0))
         assert (over.value.retry_after_s, str(over.value.renews)) == (12 * 3600, "2026-12-01 00:00:00+00:00")
         clock.now += 12 * 3600 + 1
@@ -78,7 +78,7 @@ async def test_months_and_days_roll_over() -> None:
         clock.now += 86_400
         third = await enters(reservations, who, 5)
         assert third is not None
-        with pytest.raises(OverBudget, match="a month") as over:
+        with pytest.raises(OverBudgetError, match="a month") as over:
             await reservations.enter(who.accounts, Cost(1, 0))
         assert str(over.value.renews) == "2027-01-01 00:00:00+00:00"
         one, other = [await reservations.ledger.used([who.accounts[0].id], periods(at)) for at in (NOON, NOON + 86_400)]
@@ -107,7 +107,7 @@ async def test_a_charge_is_at_most_what_was_reserved() -> None:
 
 async def test_money_without_a_price_is_refused() -> None:
     async with reserving(MemoryLedger(), priced=False) as reservations:
-        with pytest.raises(NoPrice, match=r"budgets\.replica_hour"):
+        with pytest.raises(NoPriceError, match=r"budgets\.replica_hour"):
             await reservations.enter(caller(money_per_day=1).accounts, Cost(1, 0))
 
 
@@ -118,10 +118,10 @@ class SlowLedger(MemoryLedger):
         super().__init__()
         self.asked, self.go = asyncio.Event(), asyncio.Event()
 
-    async def take(self, hold: Hold) -> Taken:
+    async def reserve(self, hold: Hold) -> Taken:
         self.asked.set()
         await self.go.wait()
-        return await super().take(hold)
+        return await super().reserve(hold)
 
 
 async def test_a_client_that_leaves_leaves_no_reservation() -> None:
@@ -165,7 +165,7 @@ async def test_a_file_that_cannot_be_written_stops_no_request(tmp_path: Path) ->
     database = Database(folder / "usage.sqlite")
     who, clock = caller(engine_seconds_per_day=10e-6), Clock()
     async with reserving(SqliteLedger(database, clock), clock) as reservations:
-        with pytest.raises(BudgetUnknown, match=r"usage\.sqlite"):
+        with pytest.raises(BudgetUnknownError, match=r"usage\.sqlite"):
             await enters(reservations, who, 1)
         assert reservations.notes
         assert "File exists" in database.fault
@@ -197,7 +197,7 @@ async def test_a_damaged_file_gives_no_budget_anew(tmp_path: Path) -> None:
         sound = path.read_bytes()
         path.write_bytes(b"garbage" * 1000)
         assert await enters(reservations, who, 6) is None
-        with pytest.raises(BudgetUnknown):
+        with pytest.raises(BudgetUnknownError):
             await enters(reservations, caller(engine_seconds_per_day=10e-6), 1)
         path.write_bytes(sound)
         await until(lambda: not reservations.notes)
@@ -221,7 +221,7 @@ async def main():
     own = Account(name, name, Budget(engine_seconds_per_day=1).limits())
     for n in range(100):
         hold = Hold(f"{name}-{n}", (own,), Periods("2026-11-24", "2026-11"), Cost(10_000, 0))
-        assert (await ledger.take(hold)).denied is None
+        assert (await ledger.reserve(hold)).denied is None
         if n % 2:
             await ledger.settle(hold, Cost(1, 0))
     print("ready", flush=True)

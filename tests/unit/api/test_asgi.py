@@ -11,8 +11,8 @@ from router.api.asgi import (
     CONTEXT,
     HOLD,
     OUT,
-    BodyTooLarge,
-    ClientGone,
+    BodyTooLargeError,
+    ClientGoneError,
     body_message,
     cancel_on_disconnect,
     context_of,
@@ -59,12 +59,12 @@ async def test_a_body_is_read_up_to_its_limit(parts: tuple[bytes, ...]) -> None:
 
 @pytest.mark.parametrize("parts", [(b"a" * (LIMIT + 1),), (b"a" * LIMIT, b"b"), (b"a" * 99, b"never read")])
 async def test_a_larger_body_is_not_read_on(parts: tuple[bytes, ...]) -> None:
-    with pytest.raises(BodyTooLarge, match="larger than 10 bytes"):
+    with pytest.raises(BodyTooLargeError, match="larger than 10 bytes"):
         await read_body(scope_with(), body_in(*parts), LIMIT)
 
 
 async def test_a_body_that_is_announced_as_larger_is_not_read_at_all() -> None:
-    with pytest.raises(BodyTooLarge):
+    with pytest.raises(BodyTooLargeError):
         await read_body(scope_with(content_length=str(LIMIT + 1)), body_in(), LIMIT)
 
 
@@ -74,7 +74,7 @@ async def test_other_announcements_do_not_count(announced: str) -> None:
 
 
 async def test_a_client_that_leaves_in_its_body_is_gone() -> None:
-    with pytest.raises(ClientGone):
+    with pytest.raises(ClientGoneError):
         await read_body(scope_with(), body_in(b"half", None), LIMIT)
 
 
@@ -84,7 +84,7 @@ async def test_work_is_for_a_client_that_is_there() -> None:
     cancel_on_disconnect(scope)
     assert out._task is asyncio.current_task()
     out.cycle.disconnected = True
-    with pytest.raises(ClientGone):
+    with pytest.raises(ClientGoneError):
         cancel_on_disconnect(scope)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from router.api.bodies import STANDARD_RULES, InvalidBody, Rules, parsed, render_fleet
+from router.api.bodies import STANDARD_RULES, InvalidBodyError, Rules, parsed, render_fleet
 from router.api.generate import GenerateBody, allowed_values
 from router.api.settings import LimitSettings
 from router.pipeline.request import RoutingOptions
@@ -189,7 +189,7 @@ def test_words_and_characters_are_bounded(text: str, right: bool) -> None:  # no
         if right:
             parsed(GenerateBody, body, allowed_values, rules)
             continue
-        with pytest.raises(InvalidBody) as error:
+        with pytest.raises(InvalidBodyError) as error:
             parsed(GenerateBody, body, allowed_values, rules)
         assert [problem.field for problem in error.value.problems] == [field]
 
@@ -200,12 +200,12 @@ def test_only_streams_can_be_resumed(stream: str, right: bool) -> None:  # noqa:
     if right:
         assert parsed(GenerateBody, body, allowed_values, STANDARD_RULES).resumable
     else:
-        with pytest.raises(InvalidBody, match="resumable: is true, and stream is false"):
+        with pytest.raises(InvalidBodyError, match="resumable: is true, and stream is false"):
             parsed(GenerateBody, body, allowed_values, STANDARD_RULES)
 
 
 def test_a_field_that_is_not_known_is_told_its_neighbours() -> None:
-    with pytest.raises(InvalidBody) as error:
+    with pytest.raises(InvalidBodyError) as error:
         parsed(GenerateBody, b'{"prompt": "hi", "sla": {"ttft": 1}, "temprature": 1}', allowed_values, STANDARD_RULES)
     allowed = {problem.field: problem.allowed for problem in error.value.problems}
     assert allowed["sla.ttft"] == "ttft_ms, tpot_ms, max_quality_loss, confidence"

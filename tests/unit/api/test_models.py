@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
-from router.api.bodies import InvalidBody
+from router.api.bodies import InvalidBodyError
 from router.api.models import Choice, model_names, read_document, resolve
-from router.api.problems import UnknownModel, describe
+from router.api.problems import UnknownModelError, describe
 from router.api.settings import OpenAISettings
 from router.upstream.json_object import JsonObject
 from tests.unit.router_stack import router_stack
@@ -64,7 +64,7 @@ def test_an_adapters_name_stands_for_it_on_any_tier() -> None:
 
 @pytest.mark.parametrize("name", ["FAST", "fast ", "gpt-5", 7, True, ["fast"], {"fast": 1}])
 def test_other_names_are_unknown(name: Any) -> None:
-    with pytest.raises(UnknownModel) as error:
+    with pytest.raises(UnknownModelError) as error:
         resolve(asked(model=name), SETTINGS, FLEET)
     problem = describe(error.value)
     assert (problem.status, problem.openai_body()["error"]["code"]) == (404, "model_not_found")
@@ -72,14 +72,14 @@ def test_other_names_are_unknown(name: Any) -> None:
 
 
 def test_a_long_name_is_not_repeated_in_full() -> None:
-    with pytest.raises(UnknownModel) as error:
+    with pytest.raises(UnknownModelError) as error:
         resolve(asked(model="x" * 100_000), SETTINGS, FLEET)
     assert len(str(error.value)) < 300
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"null", b'"hi"', b"{", b"\xff", b"[" * 10_000])
 def test_a_body_that_is_no_object_is_invalid(body: bytes) -> None:
-    with pytest.raises(InvalidBody) as error:
+    with pytest.raises(InvalidBodyError) as error:
         read_document(body)
     (problem,) = error.value.problems
     assert (problem.field, problem.allowed) == ("body", "a JSON object in UTF-8")

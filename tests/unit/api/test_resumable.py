@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from router.api.resumable import ResumableStream, ResumableStreams, StreamGone
+from router.api.resumable import ResumableStream, ResumableStreams, StreamGoneError
 from router.auth.api_keys import add_key
 from tests.fakes.engine import Behaviour
 from tests.turned import turned
@@ -398,7 +398,7 @@ async def test_who_reads_a_stream_that_is_dropped_is_told() -> None:
     reader = asyncio.create_task(streams.read(stream, 0, begin, nowhere))
     await until(lambda: stream.newest > 0)
     streams.drop(stream)
-    with pytest.raises(StreamGone):
+    with pytest.raises(StreamGoneError):
         await reader
     await streams.aclose()
 

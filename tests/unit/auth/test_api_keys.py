@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from router.auth.access import KeyStore
-from router.auth.api_keys import KeysError, Unauthorized, add_key, read_keys, revoke_key
+from router.auth.api_keys import KeysError, UnauthorizedError, add_key, read_keys, revoke_key
 from router.deployment.listening import ListenError, open_keys
 from router.settings import load_settings
 from tests.unit.router_stack import router_stack
@@ -42,11 +42,11 @@ def test_wrong_and_revoked_keys_are_refused(keys_file: Path) -> None:
     """A key is refused unless it is in force; its record outlives it."""
     key, record = add_key(keys_file, "ci")
     for wrong in (key + "x", key[:-1], "", record.sha256, record.id):
-        with pytest.raises(Unauthorized):
+        with pytest.raises(UnauthorizedError):
             KeyStore(keys_file).find(wrong)
     revoke_key(keys_file, "ci")
     store = KeyStore(keys_file)
-    with pytest.raises(Unauthorized):
+    with pytest.raises(UnauthorizedError):
         store.find(key)
     assert store.required  # an emptied file opens nothing
     assert read_keys(keys_file)[0].revoked is not None
@@ -68,7 +68,7 @@ def test_a_running_store_sees_changes(keys_file: Path, monkeypatch: pytest.Monke
     assert store.find(key).name == "one"
     keys_file.write_bytes(good)
     revoke_key(keys_file, "one")
-    with pytest.raises(Unauthorized):
+    with pytest.raises(UnauthorizedError):
         store.find(key)
 
 

@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from router.auth.api_keys import Caller, Quota
-from router.auth.quota import WINDOW_S, LocalLedger, OverQuota, QuotaGrant, Quotas, Refund, _names
+from router.auth.quota import WINDOW_S, LocalLedger, OverQuotaError, QuotaGrant, Quotas, Refund, _names
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -30,7 +30,7 @@ def caller(key_id: str, requests: int | None = None, tokens: int | None = None, 
 async def enters(quotas: Quotas, who: Caller, tokens: int = 1) -> QuotaGrant | None:
     try:
         return await quotas.enter(who, tokens, {})
-    except OverQuota:
+    except OverQuotaError:
         return None
 
 
@@ -76,7 +76,7 @@ async def test_room_is_there_when_promised() -> None:
             clock.now += 1
             if resource == "tokens":
                 break
-        with pytest.raises(OverQuota) as over:
+        with pytest.raises(OverQuotaError) as over:
             await quotas.enter(who, 60 if resource == "tokens" else 1, {})
         assert over.value.resource == resource
         assert over.value.retry_after_s is not None
@@ -157,7 +157,7 @@ async def test_redis_counts_as_the_local_ledger_does(redis_server: RedisServer) 
                 headers: dict[str, str] = {}
                 try:
                     result: object = await quotas.enter(who, tokens, headers)
-                except OverQuota as error:
+                except OverQuotaError as error:
                     result = error.resource
                 counts = {k: v for k, v in headers.items() if "reset" not in k}
                 seen.append((result, counts))
@@ -326,17 +326,17 @@ async def test_a_clock_that_is_set_back_keeps_nobody_out(redis_server: RedisServ
     clock = Clock()
     ledger = LocalLedger(clock)
     for slot in range(3):
-        ledger.take("k", who.quota, 1, str(slot))
+        ledger.acquire("k", who.quota, 1, str(slot))
         ledger.give_back(Refund("k", int(clock.now), 0, 0, str(slot)))
     clock.now -= 3600
-    usage = ledger.take("k", who.quota, 1, "x")
+    usage = ledger.acquire("k", who.quota, 1, "x")
     assert (usage.denied, usage.wait_s <= WINDOW_S + 1) == ("requests", True)
     async with sharing(redis_server) as (quotas, operator):
         counts, slots = _names(who.key_id)
         await operator.hset(counts, mapping={f"{int(now) + 3600}r": 2, f"{int(now) + 3600}t": 2})
         await operator.zadd(slots, {"dead": now + 3600})
         assert await enters(quotas, who)
-        with pytest.raises(OverQuota) as over:
+        with pytest.raises(OverQuotaError) as over:
             await quotas.enter(who, 1, {})
         assert over.value.resource == "requests"
         assert (over.value.retry_after_s or 0) <= WINDOW_S + 1
@@ -373,7 +373,7 @@ async def test_what_is_used_beyond_counts_when_it_is_used(redis_server: RedisSer
         grant = await quotas.enter(who, 10, {})
         assert grant is not None
         await grant.settle(95)
-        with pytest.raises(OverQuota):
+        with pytest.raises(OverQuotaError):
             await quotas.enter(who, 10, {})
         assert await quotas.enter(who, 5, {})
     finally:

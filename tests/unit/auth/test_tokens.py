@@ -23,11 +23,11 @@ from router.api.problems import describe
 from router.auth.access import KeyStore, open_access
 from router.auth.api_keys import (
     Caller,
-    IssuerAway,
+    IssuerUnreachableError,
     KeysError,
     Quota,
-    Unauthorized,
-    UnknownSigner,
+    UnauthorizedError,
+    UnknownSignerError,
     add_key,
     set_team,
 )
@@ -149,7 +149,7 @@ async def test_a_refusal_says_why_without_the_token(tmp_path: Path, claims: dict
     """Each fault of a token has its text, which does not hold the token."""
     issuer = Issuer()
     token = issuer.sign(**claims)
-    with pytest.raises(Unauthorized, match=told) as refused:
+    with pytest.raises(UnauthorizedError, match=told) as refused:
         Tokens(settings_of(published(tmp_path, issuer))).find(token)
     assert token not in str(refused.value)
 
@@ -160,18 +160,18 @@ async def test_only_the_issuers_signature_counts(tmp_path: Path) -> None:
     tokens = Tokens(settings_of(published(tmp_path, issuer)))
     claims = {"iss": ISSUER, "aud": AUDIENCE, "sub": "eve", "exp": time.time() + 300}
     known = {"kid": issuer.kid}
-    with pytest.raises(Unauthorized, match="signature is not valid"):
+    with pytest.raises(UnauthorizedError, match="signature is not valid"):
         tokens.find(other.sign())
-    with pytest.raises(Unauthorized, match="algorithm is not allowed"):
+    with pytest.raises(UnauthorizedError, match="algorithm is not allowed"):
         tokens.find(jwt.encode(claims, "s" * 32, "HS256", headers=known))
-    with pytest.raises(Unauthorized, match="algorithm is not allowed"):
+    with pytest.raises(UnauthorizedError, match="algorithm is not allowed"):
         tokens.find(jwt.encode(claims, None, "none", headers=known))  # type: ignore[arg-type]
-    with pytest.raises(UnknownSigner, match="not published"):
+    with pytest.raises(UnknownSignerError, match="not published"):
         tokens.find(jwt.encode(claims, "s" * 32, "HS256", headers={"kid": "secret"}))
-    with pytest.raises(Unauthorized, match="not a valid JWT"):
+    with pytest.raises(UnauthorizedError, match="not a valid JWT"):
         tokens.find(jwt.encode(claims, MAKERS["RS256"][0](), "RS256", headers=known))
     for nonsense in ("a.b.c", "..", "[" * 4000 + ".a.b"):
-        with pytest.raises(Unauthorized, match="not a valid JWT"):
+        with pytest.raises(UnauthorizedError, match="not a valid JWT"):
             tokens.find(nonsense)
 
 
@@ -185,7 +185,7 @@ async def test_checked_tokens_are_remembered_until_the_keys_change(tmp_path: Pat
     issuer.rotate("second")
     file.write_text(issuer.jwks + " ")
     await tokens.renew()
-    with pytest.raises(UnknownSigner):
+    with pytest.raises(UnknownSignerError):
         tokens.find(token)
     assert tokens.find(issuer.sign()).name == "alice"
     file.write_text("nothing")
@@ -249,7 +249,7 @@ async def test_keys_serve_beside_tokens(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert (found.team, found.over_budget, access.holds(found)) == ("shop", "cheapest", True)
     set_team(keys, "shop")
-    access.take(open_access(settings))
+    access.use(open_access(settings))
     assert [account.id for account in access.find(issuer.sign(qarr=rights)).accounts] == ["key:jwt:alice"]
     assert KeyStore(keys).find(key).name == "me"
     assert open_access(settings).find(key).name == "me"
@@ -280,7 +280,7 @@ async def test_rotated_keys_are_fetched_when_a_token_names_them(monkeypatch: pyt
     async with issuing() as (issuer, url):
         tokens = Tokens(settings_of(url), clock)
         token = issuer.sign()
-        with pytest.raises(UnknownSigner, match="cannot be read now"):
+        with pytest.raises(UnknownSignerError, match="cannot be read now"):
             tokens.find(token)
         await tokens.renew()
         assert tokens.find(token).name == "alice"
@@ -313,7 +313,7 @@ async def test_keys_do_not_stay_in_force_for_ever() -> None:
         await tokens.renew()
         assert tokens.find(token).name == "alice"
         clock.at += 1
-        with pytest.raises(UnknownSigner, match="cannot be read now"):
+        with pytest.raises(UnknownSignerError, match="cannot be read now"):
             tokens.find(token)
         issuer.status = 200
         clock.at += module.AGAIN_S
@@ -360,7 +360,7 @@ async def test_while_the_issuer_is_away_tokens_are_asked_for_again(tmp_path: Pat
         access = KeyStore(tmp_path / "none.json", tokens)
         for in_force in (False, True):
             await tokens.renew()
-            with pytest.raises(IssuerAway) as away:
+            with pytest.raises(IssuerUnreachableError) as away:
                 access.find(issuer.sign())
             problem = describe(away.value)
             assert (problem.status, problem.retry_after_s, access.ready) == (503, 10, in_force)

@@ -10,7 +10,7 @@ import pytest
 from router.deployment.layout import check_draft, make_deployment, speed_machine
 from router.settings import load_settings
 from tests.unit.deployment.test_layout import made, settings
-from tiers.errors import CheckpointError, PlanError, TokenizerMismatch
+from tiers.errors import CheckpointError, PlanError, TokenizerMismatchError
 from tiers.spec import NGRAM, STANDARD_TIERS, Draft, TierName, TierSpec
 
 if TYPE_CHECKING:
@@ -78,7 +78,9 @@ def test_a_draft_with_another_vocabulary_is_refused_with_both_digests(tmp_path: 
     else:
         config = json.loads((other / "config.json").read_text())
         (other / "config.json").write_text(json.dumps({**config, "vocab_size": 99}))
-    with pytest.raises(TokenizerMismatch, match=r"precise .* digest [0-9a-f]{16}.*the draft .* digest [0-9a-f]{16}"):
+    with pytest.raises(
+        TokenizerMismatchError, match=r"precise .* digest [0-9a-f]{16}.*the draft .* digest [0-9a-f]{16}"
+    ):
         make_deployment(settings(tiers={"precise": {"draft": str(other)}}), tuple(made(tmp_path / "b").values()))
     check_draft(TierSpec(PRECISE, 1, 1, 1, checkpoint=own, draft=Draft(NGRAM, 4)))
 

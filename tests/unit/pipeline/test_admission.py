@@ -12,7 +12,7 @@ import pytest
 from classifier import PromptClass, PromptFeatures
 from router.pipeline.admission import Admission
 from router.policy.decide import decide
-from router.policy.decision import PRIORITIES, Query, Refused
+from router.policy.decision import PRIORITIES, Query, RequestRefusedError
 from router.policy.table import PolicyStore
 from router.settings import load_settings
 from tiers.fleet import Fleet
@@ -23,7 +23,7 @@ from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from router.pipeline.admission import Admitted
+    from router.pipeline.admission import Slot
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS
@@ -39,15 +39,15 @@ class Entrance:
     fleet: Fleet
     policy: PolicyStore
 
-    def ask(self, *, key: str = "key", priority: int = PRIORITIES["standard"], **query: Any) -> asyncio.Task[Admitted]:
+    def ask(self, *, key: str = "key", priority: int = PRIORITIES["standard"], **query: Any) -> asyncio.Task[Slot]:
         asked = replace(QUERY, **query)
         decision = decide(asked, self.fleet.snapshot(), self.policy.table)
         return asyncio.create_task(self.admission.enter(decision, key, priority))
 
-    async def hold(self, tier: TierName, **query: Any) -> Admitted:
+    async def hold(self, tier: TierName, **query: Any) -> Slot:
         return await self.ask(hint=tier, require=True, **query)
 
-    async def end(self, admitted: Admitted, key: str = "key") -> None:
+    async def end(self, admitted: Slot, key: str = "key") -> None:
         """Let a request end, and the queue see it."""
         admitted.lease.release()
         self.admission.leave(key, admitted)
@@ -249,11 +249,11 @@ async def test_who_is_refused_or_gives_up_leaves_nothing(tmp_path: Path) -> None
     await at.seen()
     urgent = at.ask(priority=PRIORITIES["interactive"])
     await at.seen()
-    with pytest.raises(Refused, match="are waiting already"):
+    with pytest.raises(RequestRefusedError, match="are waiting already"):
         batch.result()
     at.fleet.replicas[0].mark(ReplicaStatus.FAILED)
     await at.end(held)
-    with pytest.raises(Refused):
+    with pytest.raises(RequestRefusedError):
         urgent.result()
     assert at.admission.waiting == 0
 
@@ -263,7 +263,7 @@ async def test_whatever_comes_and_goes_all_of_it_comes_back(tmp_path: Path, seed
     """Requests of all kinds come, end and leave at any moment: limits hold, nobody is left waiting, nothing is left held."""
     source = random.Random(seed)
     at = door(tmp_path, {FAST: 3, BALANCED: 2, PRECISE: 4}, replicas=2, max_waiting=30)
-    running: list[tuple[str, asyncio.Task[Admitted]]] = []
+    running: list[tuple[str, asyncio.Task[Slot]]] = []
     for _ in range(600):
         if source.random() < 0.55:
             key = source.choice("abc")

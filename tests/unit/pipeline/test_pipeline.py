@@ -14,7 +14,7 @@ from router.accounting.charging import Charging
 from router.accounting.ledgers import MemoryLedger
 from router.accounting.reservations import Reservations
 from router.auth.api_keys import Caller, Quota
-from router.auth.quota import OverQuota, Quotas
+from router.auth.quota import OverQuotaError, Quotas
 from router.lifecycle import ServerState
 from router.pipeline.admission import Admission
 from router.pipeline.failover import Failover
@@ -22,12 +22,12 @@ from router.pipeline.overflow import Overflow
 from router.pipeline.pipeline import Pipeline
 from router.pipeline.registry import RequestRegistry
 from router.pipeline.request import MAX_COUNT, Call, PromptText, RequestContext, RoutingOptions
-from router.policy.decision import Refusal, Refused
+from router.policy.decision import Refusal, RequestRefusedError
 from router.policy.decision_log import DecisionLog, read_log
 from router.telemetry.record import Outcome
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import EngineStream
-from router.upstream.errors import EngineTooSlow
+from router.upstream.errors import EngineTooSlowError
 from router.upstream.json_object import JsonObject
 from router.upstream.overflow import OverflowClient
 from tests.fakes.engine import Behaviour
@@ -168,7 +168,7 @@ async def test_a_decision_that_is_served_is_told_to_observers(tmp_path: Path) ->
 async def test_what_the_policy_refuses_costs_no_quota() -> None:
     async with line() as at:
         request = asked(prompt=PromptText("hi", 5000))
-        with pytest.raises(Refused):
+        with pytest.raises(RequestRefusedError):
             await at.served(request)
         assert at.outcome == (Outcome.REFUSED, Refusal.TOO_LONG.value)
         assert (request.context.limits, await at.tokens_left(), at.held()) == ({}, TOKENS, 0)
@@ -179,7 +179,7 @@ async def test_no_quota_is_asked_for_more_tokens_than_any_counter_holds() -> Non
         for replica in at.stack.fleet.replicas:
             replica.spec = replace(replica.spec, max_model_len=1 << 70)
         at.stack.fleet.specs = tuple(replace(spec, max_model_len=1 << 70) for spec in at.stack.fleet.specs)
-        with pytest.raises(OverQuota, match=f"needs {MAX_COUNT}"):
+        with pytest.raises(OverQuotaError, match=f"needs {MAX_COUNT}"):
             await at.served(asked(max_tokens=1 << 60))
         assert at.held() == 0
 
@@ -187,7 +187,7 @@ async def test_no_quota_is_asked_for_more_tokens_than_any_counter_holds() -> Non
 async def test_an_answer_that_took_too_long_costs_its_prompt() -> None:
     """An engine has computed it, for as long as the caller was ready to wait."""
     async with line(options={"answer_timeout_s": 0.1}, fast=Behaviour(stall_after=1)) as at:
-        with pytest.raises(EngineTooSlow):
+        with pytest.raises(EngineTooSlowError):
             await at.served(asked(asked=WHOLE))
         assert (await at.tokens_left(), at.held()) == (TOKENS - READ, 0)
 

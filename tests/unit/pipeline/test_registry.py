@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from router.auth.api_keys import Caller
-from router.auth.quota import OverQuota
+from router.auth.quota import OverQuotaError
 from router.lifecycle import ServerState
-from router.pipeline.admission import Admitted
+from router.pipeline.admission import Slot
 from router.pipeline.registry import OVER_QUOTA, RequestRegistry
 from router.pipeline.request import RequestContext
 from router.policy.decide import decide
-from router.policy.decision import Refusal, Refused, Sla
+from router.policy.decision import Refusal, RequestRefusedError, Sla
 from router.telemetry.logs import request_line
 from router.telemetry.record import Outcome, RequestRecord, Served, Tokens, render_summary
-from router.upstream.errors import EngineBroke, EngineRefused
+from router.upstream.errors import EngineBrokeError, EngineRefusedError
 from tests.fakes.engine import Behaviour
 from tests.unit.upstream_stack import QUERY, text_of, upstream_stack
 from tiers.spec import STANDARD_TIERS
@@ -75,7 +75,7 @@ async def test_a_record_tells_what_was_decided_and_who_served() -> None:
         with entry(registry, context(arrived=0.0), decision, 0) as request:
             assert registry.open == [request]
             answer = await stack.stream(BALANCED)
-            request.let_in(Admitted(decision, answer._attempt.lease, waited_ms=5.0))
+            request.admit(Slot(decision, answer._attempt.lease, waited_ms=5.0))
             request.answer = answer
             await text_of(answer)
             await answer.aclose()
@@ -116,9 +116,9 @@ async def test_a_request_waits_then_computes_its_prompt_then_its_output() -> Non
     async with upstream_stack() as stack:
         registry, first, later = registry_of(), stack.decision(FAST), stack.decision(BALANCED)
         with entry(registry, context(), first, 0) as request:
-            assert (request.state, request.now_on, request.admitted) == ("waiting", None, None)
+            assert (request.state, request.now_on, request.slot) == ("waiting", None, None)
             answer = await stack.stream(BALANCED)
-            request.let_in(Admitted(later, answer._attempt.lease))
+            request.admit(Slot(later, answer._attempt.lease))
             assert (request.state, request.decision) == ("prefill", later)
             request.answer = answer
             assert (request.state, request.now_on) == ("decode", answer)
@@ -134,15 +134,15 @@ async def test_a_request_waits_then_computes_its_prompt_then_its_output() -> Non
 async def test_refusals_are_told_by_their_code() -> None:
     async with upstream_stack() as stack:
         registry, decision, refused = registry_of(), stack.decision(), too_long(stack)
-        record = ended(registry, decision, Refused(refused))
+        record = ended(registry, decision, RequestRefusedError(refused))
         assert (record.outcome, record.error, record.decision) == (
             Outcome.REFUSED, Refusal.TOO_LONG.value, refused,
         )  # fmt: skip
         assert (record.served, record.times.overhead_ms, record.times.ttft_ms) == (Served(), None, None)
         assert record.tokens == Tokens(refused.query.tokens_to_read)
-        record = ended(registry, decision, OverQuota("tokens", 5, 9, None))
+        record = ended(registry, decision, OverQuotaError("tokens", 5, 9, None))
         assert (record.outcome, record.error) == (Outcome.REFUSED, OVER_QUOTA)
-        assert "why: " + str(OverQuota("tokens", 5, 9, None)) in request_line(render_summary(record))
+        assert "why: " + str(OverQuotaError("tokens", 5, 9, None)) in request_line(render_summary(record))
         assert registry.totals["refused"] == registry.totals["requests"] == 2
 
 
@@ -166,7 +166,7 @@ async def test_an_answer_that_broke_is_an_error_though_nothing_was_raised() -> N
         registry = registry_of()
         with entry(registry, context(), stack.decision(), 0) as request:
             request.answer = await stack.stream()
-            request.answer.error = EngineBroke("gone")
+            request.answer.error = EngineBrokeError("gone")
             await request.answer.aclose()
         assert (registry.recent[-1].outcome, registry.recent[-1].error) == (Outcome.ERROR, "EngineBroke")
         assert request_line(render_summary(registry.recent[-1])).endswith(" why: gone")
@@ -187,7 +187,7 @@ async def test_an_answer_that_broke_is_an_error_though_nothing_was_raised() -> N
 async def test_an_engines_words_are_told_without_the_prompt(words: str, shown: str) -> None:
     """Why it refused a request; what it quotes at length may be of the prompt."""
     async with upstream_stack() as stack:
-        record = ended(registry_of(), stack.decision(), EngineRefused(words, 400, b""))
+        record = ended(registry_of(), stack.decision(), EngineRefusedError(words, 400, b""))
     assert (record.outcome, render_summary(record)["reason"]) == (Outcome.ERROR, shown)
     assert request_line(render_summary(record)).endswith(f" why: {shown}")
 
@@ -213,7 +213,7 @@ SLOW_TOKENS = Sla(ttft_ms=1e9, tpot_ms=1e-9)
         (LOOSE, None, True),
         (TIGHT, None, False),
         (SLOW_TOKENS, None, False),
-        (LOOSE, EngineBroke("x"), False),
+        (LOOSE, EngineBrokeError("x"), False),
         (LOOSE, asyncio.CancelledError(), None),
         (TIGHT, asyncio.CancelledError(), False),
     ],
@@ -226,7 +226,7 @@ async def test_bounds_on_times_are_met_or_not_or_nobody_knows(
         registry, decision = registry_of(), stack.decision()
         decision = replace(decision, query=replace(decision.query, sla=sla))
         with (
-            suppress(EngineBroke, asyncio.CancelledError),
+            suppress(EngineBrokeError, asyncio.CancelledError),
             entry(registry, context(arrived=0.0), decision, 0) as request,
         ):
             request.answer = await stack.stream()

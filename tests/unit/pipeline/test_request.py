@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from classifier import EstimatingCounter, PromptClass
-from router.auth.api_keys import ANONYMOUS, BeyondKey, Caller
+from router.auth.api_keys import ANONYMOUS, BeyondKeyError, Caller
 from router.pipeline.request import (
     LONGEST_SESSION,
     MAX_COUNT,
@@ -123,11 +123,11 @@ def test_a_class_is_lowered_to_what_the_key_allows(most: Any, asked: Any, got: i
 
 def test_a_strict_key_refuses_what_is_beyond_it() -> None:
     strict = Caller("k", "one", over="refuse", max_priority="standard")
-    with pytest.raises(BeyondKey) as refused:
+    with pytest.raises(BeyondKeyError) as refused:
         class_priority(strict, "interactive", "qarr.priority")
     assert (refused.value.field, refused.value.asked) == ("qarr.priority", "interactive")
     assert "standard" in refused.value.allowed
-    with pytest.raises(BeyondKey):
+    with pytest.raises(BeyondKeyError):
         priority_within(strict, -1000, "priority", "-1000")
     assert class_priority(strict, None, "") == STANDARD, "who asks for nothing asks for nothing that is refused"
 

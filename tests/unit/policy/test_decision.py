@@ -10,7 +10,7 @@ import pytest
 from classifier import PromptClass
 from classifier.kinds import Complexity
 from router.policy.decide import decide, fallbacks
-from router.policy.decision import PolicyParameters, Refused, Sla
+from router.policy.decision import PolicyParameters, RequestRefusedError, Sla
 from router.policy.explain import CHOSEN, verdict
 from router.policy.losses import NO_LOSS, ExpectedLoss
 from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, features, fleet, query, said
@@ -85,4 +85,4 @@ def test_a_refusal_has_reports_and_no_chosen_one() -> None:
     decision = decide(query(), fleet(dict.fromkeys(STANDARD_TIERS, ReplicaStatus.FAILED)), TABLE)
     assert decision.chosen is None
     assert len(said(decision)) == 3
-    assert str(Refused(decision)) == "fast is failed; balanced is failed; precise is failed"
+    assert str(RequestRefusedError(decision)) == "fast is failed; balanced is failed; precise is failed"

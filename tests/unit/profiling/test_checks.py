@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from router.profiling.checks import Check, NeedsRun
+from router.profiling.checks import Check, NeedsRunError
 from tests.imports import ROOT
 
 READ = TypeAdapter[Any](Check)
@@ -171,7 +171,7 @@ def test_no_answer_raises_or_hangs(check: dict[str, Any]) -> None:
 
 
 def test_a_test_is_not_run_here() -> None:
-    with pytest.raises(NeedsRun):
+    with pytest.raises(NeedsRunError):
         passes({"type": "runs", "test": "assert f(2) == 4"}, "def f(x): return 2 * x")
 
 

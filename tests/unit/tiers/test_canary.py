@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.unit.own_engines import own_engines, until
-from tiers.errors import CanaryRefused, CheckpointError, ProbeError
+from tiers.errors import CanaryRefusedError, CheckpointError, ProbeError
 from tiers.lifecycle.canary import TOKENS, Canary, agreement, read_golden, write_golden
 from tiers.plan import machine_name
 from tiers.probe import EngineProbe
@@ -51,7 +51,9 @@ def test_a_much_slower_engine_is_refused(tmp_path: Path) -> None:
     canary = Canary(tmp_path / "c.json", "m", max_slowdown=3)
     canary.check_speed(SpeedModel(1, 1, 29), SpeedModel(1, 1, 10), SPEC)
     canary.check_speed(SpeedModel(1, 1, 1000), None, SPEC)
-    with pytest.raises(CanaryRefused, match=r"50\.0 ms for a token while idle, 5\.0 times .* qarr profile latency"):
+    with pytest.raises(
+        CanaryRefusedError, match=r"50\.0 ms for a token while idle, 5\.0 times .* qarr profile latency"
+    ):
         canary.check_speed(SpeedModel(1, 1, 50), SpeedModel(1, 1, 10), SPEC)
 
 
@@ -186,7 +188,7 @@ async def test_half_of_the_tokens_must_agree(tmp_path: Path) -> None:
     canary = Canary(tmp_path / "c.json", "m")
     await check(canary)
     await check(canary, ((1, 2), (3, 4), (0, 6), (0, 8)))
-    with pytest.raises(CanaryRefused, match="38% of the tokens agree"):
+    with pytest.raises(CanaryRefusedError, match="38% of the tokens agree"):
         await check(canary, ((1, 2), (3, 0), (0, 6), (0, 8)))
     assert [r.tokens for r in read_golden(canary.path)] == [ANSWERS]
 

@@ -28,7 +28,7 @@ from tiers.checkpoints.checkpoint import (
 )
 from tiers.checkpoints.prepare import DEFAULT_CALIBRATION, PrepareOptions, check_calibration, find, finished, prepare
 from tiers.checkpoints.quantize import evenly
-from tiers.errors import CheckpointError, TokenizerMismatch
+from tiers.errors import CheckpointError, TokenizerMismatchError
 from tiers.spec import STANDARD_TIERS, Precision
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def test_same_tokenizer_written_differently_is_the_same(tmp_path: Path) -> None:
 def test_tiers_that_differ_are_refused_with_both_digests(tmp_path: Path, change: dict) -> None:
     """A different tokenizer or chat template is named, with both digests and both folders."""
     left, right = model(tmp_path / "a"), model(tmp_path / "b", **change)
-    with pytest.raises(TokenizerMismatch) as caught:
+    with pytest.raises(TokenizerMismatchError) as caught:
         check_alike({FAST: left, PRECISE: right})
     part = "tokenizer_digest" if "vocabulary" in change else "chat_template_digest"
     assert getattr(identity(left), part) in str(caught.value)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tiers.errors import EngineDied
+from tiers.errors import EngineDiedError
 from tiers.lifecycle.engine import Engine, brief
 from tiers.lifecycle.watchdog import WatchdogOptions
 from tiers.replica import Replica
@@ -42,8 +42,8 @@ def test_an_end_tells_for_how_long_it_was_ready(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (EngineDied("exited with status 7. Last lines of /x:\nTraceback"), "exited with status 7"),
-        (EngineDied("one\ntwo"), "one"),
+        (EngineDiedError("exited with status 7. Last lines of /x:\nTraceback"), "exited with status 7"),
+        (EngineDiedError("one\ntwo"), "one"),
         (ValueError(), "ValueError"),
         (ValueError("x" * 500), "x" * 200),
     ],

@@ -21,7 +21,7 @@ from router.telemetry.tracing import Telemetry
 from tests.fakes.engine import serving
 from tests.unit.own_engines import Own, own_engines, until
 from tests.unit.router_stack import router_stack
-from tiers.errors import NotPossible, UnknownReplica
+from tiers.errors import NotPossibleError, UnknownReplicaError
 from tiers.fleet import Fleet
 from tiers.lifecycle.engine import Engine
 from tiers.lifecycle.operations import KEPT, Operation, OperationOptions, Operations
@@ -78,7 +78,7 @@ async def test_resume_breaks_a_drain_off(tmp_path: Path, monkeypatch: pytest.Mon
         lease = own.fleet.lease(TierName.FAST, prompt_tokens=1, max_tokens=1)
         assert lease is not None
         drain = own.supervisor.operations.begin("drain", "fast-0")
-        with pytest.raises(NotPossible, match=r"fast-0 is busy: drain"):
+        with pytest.raises(NotPossibleError, match=r"fast-0 is busy: drain"):
             own.supervisor.operations.begin("restart", "fast-0")
         await finished(own, "resume", "fast-0")
         assert (drain.state, drain.detail, own.first.state.status) == ("failed", "broken off", READY)
@@ -131,7 +131,7 @@ async def test_recycling_never_lowers_capacity(tmp_path: Path, monkeypatch: pyte
         assert [(r.id, r.state.status) for r in own.fleet.replicas] == [("fast-1", READY)]
         assert (await finished(own, "recycle", "fast-1")).successor == "fast-2"
         assert len({r.url for r in own.fleet.replicas}) == 1
-        with pytest.raises(UnknownReplica, match=r"'fast-0': fast-2"):
+        with pytest.raises(UnknownReplicaError, match=r"'fast-0': fast-2"):
             own.supervisor.operations.begin("drain", "fast-0")
 
 
@@ -262,7 +262,7 @@ class Control:
         for engine in self.engines:
             if engine.replica.id == replica_id:
                 return engine
-        raise UnknownReplica(replica_id)
+        raise UnknownReplicaError(replica_id)
 
     def hold(self, engine: Engine, why: str) -> None:
         engine.replica.mark(DRAINING, why)
@@ -293,7 +293,7 @@ async def test_the_last_operations_are_remembered() -> None:
         await begun.task
     assert [len(ours.records), ours.records[0].id, ours.records[-1].id] == [KEPT, "2", str(KEPT + 1)]
     assert ours.record("2") is ours.records[0]
-    with pytest.raises(UnknownReplica, match=r"no operation '1': the last 100 are remembered"):
+    with pytest.raises(UnknownReplicaError, match=r"no operation '1': the last 100 are remembered"):
         ours.record("1")
 
 

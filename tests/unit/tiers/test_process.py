@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.unit.own_engines import until
-from tiers.errors import EngineDied, PortInUse
+from tiers.errors import EngineDiedError, PortInUseError
 from tiers.lifecycle.process import GUARD, EngineProcess, check_port_free
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def test_taken_port_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(PortInUse, match=r"is in use.*ss -ltnp"):
+        with pytest.raises(PortInUseError, match=r"is in use.*ss -ltnp"):
             check_port_free("127.0.0.1", taken.getsockname()[1])
 
 
@@ -55,7 +55,7 @@ async def test_engine_that_dies_is_reported_with_its_last_lines(tmp_path: Path) 
     )
     assert await process.wait() == 7
     error = process.died()
-    assert isinstance(error, EngineDied)
+    assert isinstance(error, EngineDiedError)
     assert "status 7" in str(error)
     assert "CUDA out of memory" in str(error)
     await process.stop(0)
@@ -98,7 +98,7 @@ async def test_killed_engine_takes_its_children_along(tmp_path: Path) -> None:
 
 async def test_missing_interpreter_is_an_engine_error(tmp_path: Path) -> None:
     """An engine that cannot even be started says so."""
-    with pytest.raises(EngineDied, match="could not be started"):
+    with pytest.raises(EngineDiedError, match="could not be started"):
         await EngineProcess.start(["/no/such/python"], os.environ, tmp_path / "e.log")
 
 
@@ -171,7 +171,7 @@ async def test_an_engine_runs_on_the_cores_it_is_given(tmp_path: Path) -> None:
 
 async def test_a_log_that_cannot_be_made_is_an_engine_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(EngineDied, match="could not be started"):
+    with pytest.raises(EngineDiedError, match="could not be started"):
         await EngineProcess.start([sys.executable, "-c", ""], os.environ, tmp_path / "file" / "e.log")
 
 

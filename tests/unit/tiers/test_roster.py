@@ -11,7 +11,7 @@ import pytest
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.unit.own_engines import until
 from tiers.address import normalised
-from tiers.errors import NotPossible
+from tiers.errors import NotPossibleError
 from tiers.fleet import Fleet
 from tiers.lifecycle.canary import Canary, read_golden
 from tiers.lifecycle.discovery import DiscoveryOptions
@@ -105,7 +105,7 @@ async def test_an_added_engine_is_warmed_and_compared_before_it_serves(tmp_path:
         await until(lambda: replica.state.status is READY)
         assert [record.identity for record in read_golden(canary.path)] == [url]
         assert fleet.spec(FAST).precision == "awq-int4"
-        with pytest.raises(NotPossible, match="is in tier fast already, named by command"):
+        with pytest.raises(NotPossibleError, match="is in tier fast already, named by command"):
             add(supervisor, url, PRECISE)
 
 
@@ -120,7 +120,7 @@ async def test_a_removed_engine_drains_and_is_forgotten(tmp_path: Path) -> None:
         operation = supervisor.operations.begin("remove", "fast-0")
         await until(lambda: fleet.replicas[0].state.status is DRAINING and "1 open requests" in operation.detail)
         assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
-        with pytest.raises(NotPossible, match="fast-0 is busy: remove"):
+        with pytest.raises(NotPossibleError, match="fast-0 is busy: remove"):
             supervisor.operations.begin("resume", "fast-0")
         lease.release()
         await until(lambda: operation.state == "done")
@@ -152,7 +152,7 @@ async def test_an_engine_that_is_added_again_while_it_drains_stays(tmp_path: Pat
         assert lease is not None
         operation = supervisor.operations.begin("remove", "fast-0")
         await until(lambda: "waits" in operation.detail)
-        with pytest.raises(NotPossible, match="still being removed as fast-0"):
+        with pytest.raises(NotPossibleError, match="still being removed as fast-0"):
             add(supervisor, url, PRECISE)
         assert add(supervisor, url) is supervisor.fleet.replicas[0]
         assert (operation.state, ids(supervisor), lease.replica.source) == ("failed", ["fast-0"], "command")

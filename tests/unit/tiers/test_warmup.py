@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.fakes.engine import FINGERPRINT, TEMPLATE_TOKENS, Behaviour, FakeEngine, serving
-from tiers.errors import ProbeError, WarmupFailed
+from tiers.errors import ProbeError, WarmupFailedError
 from tiers.lifecycle.warmup import WarmupPlan, check_answer, measure_speed, tokens_digest, warm_up
 from tiers.probe import EngineProbe, Generation
 from tiers.spec import TemplateTokens
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 )
 def test_nonsense_fails_the_warm_up(text: str) -> None:
     """Empty, broken, repeated or wrong text is not an answer."""
-    with pytest.raises(WarmupFailed, match="engine answered"):
+    with pytest.raises(WarmupFailedError, match="engine answered"):
         check_answer(text, WarmupPlan())
 
 
@@ -53,7 +53,7 @@ async def test_a_warm_engine_is_described(*, priorities: bool) -> None:
 
 async def test_an_engine_that_answers_nonsense_is_not_warm() -> None:
     async with probing(Behaviour(answer=("Rome",))) as probe:
-        with pytest.raises(WarmupFailed, match=r"answered 'Rome', expected 'Paris'.*engine\.warmup_expected"):
+        with pytest.raises(WarmupFailedError, match=r"answered 'Rome', expected 'Paris'.*engine\.warmup_expected"):
             await warm_up(probe, "fake", WarmupPlan())
 
 

@@ -13,12 +13,12 @@ from router.upstream.client import LARGE_BYTES, PASSED_AT_ONCE, RetryBudget, no_
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import BufferedAnswer, EngineStream
 from router.upstream.errors import (
-    EngineFailed,
-    EngineRefused,
-    EngineTooSlow,
-    EngineUnreachable,
-    NoEngineAnswered,
-    NoSlot,
+    EngineFailedError,
+    EngineRefusedError,
+    EngineTooSlowError,
+    EngineUnreachableError,
+    NoEngineAnsweredError,
+    NoSlotError,
 )
 from router.upstream.json_object import JsonObject
 from tests.fakes.engine import Behaviour
@@ -42,16 +42,16 @@ def test_the_retry_budget_starts_full_and_is_never_fuller() -> None:
     budget = RetryBudget(share=0.5, reserve=2)
     for _ in range(10):
         budget.earn()
-    assert [budget.take() for _ in range(3)] == [True, True, False]
+    assert [budget.spend() for _ in range(3)] == [True, True, False]
 
 
 def test_requests_earn_their_share_of_a_retry() -> None:
     budget = RetryBudget(share=0.5, reserve=1)
-    assert [budget.take(), budget.take()] == [True, False]
+    assert [budget.spend(), budget.spend()] == [True, False]
     budget.earn()
-    assert not budget.take(), "half of a retry is none"
+    assert not budget.spend(), "half of a retry is none"
     budget.earn()
-    assert budget.take()
+    assert budget.spend()
 
 
 @pytest.mark.parametrize("status", [401, 403, 408, 425, 429, 500, 502, 503])
@@ -71,7 +71,7 @@ async def test_what_blames_the_engine_is_tried_elsewhere(status: int) -> None:
 async def test_what_blames_the_request_is_not_tried_elsewhere(status: int) -> None:
     """The engine's own words and status reach the caller; the replica is not held to have failed."""
     async with upstream_stack(fast=Behaviour(status=status, error="x" * 400)) as stack:
-        with pytest.raises(EngineRefused) as refused:
+        with pytest.raises(EngineRefusedError) as refused:
             await stack.upstream.open(stack.decision(FAST), HI)
         assert (refused.value.status, refused.value.detail) == (status, "x" * 300)
         assert json.loads(refused.value.body)["error"]["message"] == "x" * 400
@@ -95,7 +95,7 @@ async def test_what_blames_the_request_is_not_tried_elsewhere(status: int) -> No
 def test_an_answer_that_is_not_vllms_is_the_engines_fault(status: int, body: bytes, blames: str) -> None:
     """A proxy in front of it, or a model that it no longer has: another may answer."""
     failure = status_error(httpx.Response(status), body)
-    assert type(failure) is (EngineFailed if blames == "engine" else EngineRefused)
+    assert type(failure) is (EngineFailedError if blames == "engine" else EngineRefusedError)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_an_answer_that_is_not_vllms_is_the_engines_fault(status: int, body: byt
 )
 async def test_when_an_engine_wants_to_be_asked_again_is_passed_on(given: str, seconds: float | None) -> None:
     """The soonest, if all say; the caller gets it as Retry-After."""
-    failures = [status_error(httpx.Response(429, headers={"retry-after": given}), b""), EngineFailed("x", 40.0)]
+    failures = [status_error(httpx.Response(429, headers={"retry-after": given}), b""), EngineFailedError("x", 40.0)]
     assert getattr(failures[0], "retry_after_s", None) == seconds
     after = describe(no_answer(failures, "a", "b")).retry_after_s
     assert after == (30 if seconds == 30.0 else 1)
@@ -113,7 +113,7 @@ async def test_when_an_engine_wants_to_be_asked_again_is_passed_on(given: str, s
 async def test_when_all_fail_every_cause_is_told() -> None:
     broken = {"fast": Behaviour(status=500), "balanced": Behaviour(break_after=0), "precise": Behaviour(status=503)}
     async with upstream_stack(**broken) as stack:
-        with pytest.raises(NoEngineAnswered) as error:
+        with pytest.raises(NoEngineAnsweredError) as error:
             await stack.upstream.open(stack.decision(FAST), HI)
         assert "fast-0: HTTP 500" in str(error.value)
         assert "balanced-0: " in str(error.value)
@@ -124,7 +124,7 @@ async def test_when_all_fail_every_cause_is_told() -> None:
 async def test_attempts_are_bounded() -> None:
     failing = {name: Behaviour(status=500) for name in STANDARD_TIERS}
     async with upstream_stack({"attempts": 2}, **failing) as stack:
-        with pytest.raises(NoEngineAnswered):
+        with pytest.raises(NoEngineAnsweredError):
             await stack.upstream.open(stack.decision(FAST), HI)
         assert stack.asked() == [1, 1, 0]
 
@@ -132,16 +132,16 @@ async def test_attempts_are_bounded() -> None:
 async def test_a_spent_budget_ends_the_attempts() -> None:
     """The second replica's slot, taken for nothing, is given back."""
     async with upstream_stack({"retry_reserve": 0}, fast=Behaviour(status=500)) as stack:
-        with pytest.raises(NoEngineAnswered, match=r"fast-0: HTTP 500; no further attempt, since too many fail"):
+        with pytest.raises(NoEngineAnsweredError, match=r"fast-0: HTTP 500; no further attempt, since too many fail"):
             await stack.upstream.open(stack.decision(FAST), HI)
         assert (stack.asked(), stack.held()) == ([1, 0, 0], 0)
 
 
 async def test_no_other_tier_is_tried_where_none_may() -> None:
     async with upstream_stack(fast=Behaviour(status=500)) as stack:
-        with pytest.raises(NoEngineAnswered):
+        with pytest.raises(NoEngineAnsweredError):
             await stack.upstream.open(stack.decision(FAST), HI, elsewhere=False)
-        with pytest.raises(NoEngineAnswered):
+        with pytest.raises(NoEngineAnsweredError):
             await stack.upstream.open(stack.decision(FAST, require=True), HI)
         assert stack.asked() == [2, 0, 0]
 
@@ -150,7 +150,7 @@ async def test_a_full_tier_has_no_slot_but_for_what_was_admitted_before() -> Non
     async with upstream_stack() as stack:
         decision = stack.decision(FAST)
         leases = [stack.fleet.lease(FAST, prompt_tokens=1, max_tokens=1) for _ in range(LIMIT)]
-        with pytest.raises(NoSlot, match="every slot on fast is taken"):
+        with pytest.raises(NoSlotError, match="every slot on fast is taken"):
             await stack.upstream.open(decision, HI, elsewhere=False)
         answer = await stack.upstream.open(decision, HI, elsewhere=False, over_limit=True)
         assert stack.replica(FAST).state.slots == LIMIT + 1
@@ -166,7 +166,7 @@ async def test_excluded_replicas_are_not_asked() -> None:
         answer = await stack.upstream.open(stack.decision(FAST), HI, exclude={"fast-0", "balanced-0"})
         assert (answer.tier, answer.failed_attempts) == (PRECISE, 0)
         await answer.aclose()
-        with pytest.raises(NoSlot):
+        with pytest.raises(NoSlotError):
             await stack.upstream.open(stack.decision(FAST), HI, exclude={r.id for r in stack.fleet.replicas})
 
 
@@ -183,7 +183,7 @@ async def test_a_first_token_that_is_late_is_asked_for_elsewhere() -> None:
 async def test_a_whole_answer_that_is_late_is_not_asked_for_elsewhere() -> None:
     """It was computed for long already; another engine would need as long."""
     async with upstream_stack({"answer_timeout_s": 0.1}, fast=Behaviour(stall_after=2)) as stack:
-        with pytest.raises(EngineTooSlow, match=r"no whole answer within 0\.1 s"):
+        with pytest.raises(EngineTooSlowError, match=r"no whole answer within 0\.1 s"):
             await stack.upstream.open(stack.decision(FAST), WHOLE)
         assert (stack.asked(), stack.held(), stack.replica(FAST).state.failed) == ([1, 0, 0], 0, 1)
         await until(lambda: not stack.engines[FAST].running)
@@ -238,7 +238,7 @@ async def test_a_small_request_is_passed_on() -> None:
 @pytest.mark.parametrize("instead", ["[1]", '"text"', "null", "<html>", "", "[" * (LARGE_BYTES + 1)])
 async def test_a_small_answer_that_is_no_object_is_a_failure(instead: str) -> None:
     async with upstream_stack(fast=Behaviour(instead={TOKENIZE: instead})) as stack:
-        with pytest.raises(EngineFailed, match="no JSON object"):
+        with pytest.raises(EngineFailedError, match="no JSON object"):
             await stack.upstream.pass_on(stack.replica(FAST).url, "", TOKENIZE, b"{}")
 
 
@@ -252,10 +252,10 @@ async def test_a_large_answer_is_looked_at_from_outside_only() -> None:
 
 async def test_a_small_request_to_a_failing_or_lost_engine_is_a_failure() -> None:
     async with upstream_stack(fast=Behaviour(detokenizes=False)) as stack:
-        with pytest.raises(EngineFailed, match="HTTP 500"):
+        with pytest.raises(EngineFailedError, match="HTTP 500"):
             await stack.upstream.pass_on(stack.replica(FAST).url, "", "/detokenize", b'{"tokens":[]}')
         (port,) = reserved_ports()
-        with pytest.raises(EngineUnreachable):
+        with pytest.raises(EngineUnreachableError):
             await stack.upstream.pass_on(f"http://127.0.0.1:{port}", "", TOKENIZE, b"{}")
 
 
@@ -286,12 +286,12 @@ async def test_a_small_request_that_gets_no_slot_in_time_was_not_sent() -> None:
         upstream, asked = stack.upstream, (stack.replica(FAST).url, "", TOKENIZE, b"{}")
         hung = [asyncio.create_task(upstream.pass_on(*asked)) for _ in range(PASSED_AT_ONCE)]
         await until(lambda: not upstream.passes_at_once(asked[0], "own"))
-        upstream.take(stack.settings.upstream.model_copy(update={"first_token_timeout_s": 0.1}))
-        with pytest.raises(NoSlot):
+        upstream.use(stack.settings.upstream.model_copy(update={"first_token_timeout_s": 0.1}))
+        with pytest.raises(NoSlotError):
             await upstream.pass_on(*asked)
         for task in hung:
             task.cancel()
         await asyncio.wait(hung)
         assert upstream.passes_at_once(asked[0], "own")
-        with pytest.raises(EngineUnreachable):
+        with pytest.raises(EngineUnreachableError):
             await upstream.pass_on(*asked)

@@ -16,7 +16,7 @@ from pydantic_core import to_json
 from router.telemetry.tracing import Telemetry
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import BufferedAnswer, EngineStream, continued_on
-from router.upstream.errors import EngineBroke, EngineRefused, EngineStalled, NoEngineAnswered
+from router.upstream.errors import EngineBrokeError, EngineRefusedError, EngineStalledError, NoEngineAnsweredError
 from router.upstream.json_object import JsonObject
 from router.upstream.sse import Chunk
 from tests.fakes.engine import FINGERPRINT, PIECE, Behaviour
@@ -74,7 +74,7 @@ async def test_tokens_are_counted_before_the_engine_gives_its_counts() -> None:
     """By the ids of a chunk, of which one may hold several."""
     async with upstream_stack(fast=Behaviour(group=3, break_after=6)) as stack:
         answer = await stack.stream()
-        with pytest.raises(EngineBroke):
+        with pytest.raises(EngineBrokeError):
             await text_of(answer)
         assert (answer.usage, answer.output_tokens) == ({}, 6)
         await answer.aclose()
@@ -99,7 +99,7 @@ async def test_what_came_before_a_fault_is_read_before_it(fault: dict[str, Any])
     """Without anybody to go on with it, the fault is the caller's to tell."""
     async with upstream_stack(fast=Behaviour(**fault)) as stack:
         answer, found = await stack.stream(), list[str]()
-        with pytest.raises(EngineBroke) as broken:
+        with pytest.raises(EngineBrokeError) as broken:
             await text_of(answer, found=found)
         assert "".join(found) == "The capital of"
         assert not answer.complete
@@ -111,7 +111,7 @@ async def test_what_came_before_a_fault_is_read_before_it(fault: dict[str, Any])
 async def test_a_stream_without_an_end_is_broken(end: bytes, why: str) -> None:
     async with upstream_stack(fast=Behaviour(nonsense=PLAIN + end)) as stack:
         answer = await relayed(stack)
-        with pytest.raises(EngineBroke, match=why):
+        with pytest.raises(EngineBrokeError, match=why):
             await text_of(answer)
         await answer.aclose()
 
@@ -119,12 +119,12 @@ async def test_a_stream_without_an_end_is_broken(end: bytes, why: str) -> None:
 async def test_a_silent_engine_has_stalled() -> None:
     async with upstream_stack({"token_timeout_s": 0.1}, fast=Behaviour(stall_after=2)) as stack:
         answer = await stack.stream()
-        with pytest.raises(EngineStalled, match=r"no token for 0\.1 s"):
+        with pytest.raises(EngineStalledError, match=r"no token for 0\.1 s"):
             await text_of(answer)
         await answer.aclose()
 
 
-async def rest(answer: EngineStream, _broken: EngineBroke, feed: Feed, _drain: Drain) -> None:
+async def rest(answer: EngineStream, _broken: EngineBrokeError, feed: Feed, _drain: Drain) -> None:
     assert answer.progress is not None
     for chunk in (Chunk(text=" new", token_ids=[1]), Chunk(text=" end", token_ids=[2], finish_reason="stop")):
         answer.progress.note(chunk)
@@ -134,7 +134,7 @@ async def rest(answer: EngineStream, _broken: EngineBroke, feed: Feed, _drain: D
 async def test_a_broken_answer_goes_on_with_what_others_compute() -> None:
     async with upstream_stack(fast=Behaviour(break_after=3)) as stack:
         answer = await stack.stream()
-        answer.resume = rest
+        answer.continuation = rest
         assert await text_of(answer) == "The capital of new end"
         assert (answer.failed_over, answer.complete, answer.finish_reason) == (True, True, "stop")
         assert (answer.output_tokens, continued_on(answer)) == (5, [])
@@ -146,9 +146,9 @@ async def test_an_answer_that_may_not_go_on_elsewhere_does_not() -> None:
     """A relayed request without what a continuation needs has no progress, though somebody offers to go on."""
     async with upstream_stack(fast=Behaviour(break_after=3)) as stack:
         answer = await relayed(stack)
-        answer.resume = rest
+        answer.continuation = rest
         assert answer.progress is None
-        with pytest.raises(EngineBroke):
+        with pytest.raises(EngineBrokeError):
             await text_of(answer)
         await answer.aclose()
 
@@ -165,7 +165,7 @@ async def test_who_fails_to_take_an_answer_does_not_blame_its_engine() -> None:
 async def test_progress_knows_the_tokens_that_came() -> None:
     async with upstream_stack(fast=Behaviour(break_after=3)) as stack:
         answer = await stack.stream()
-        with pytest.raises(EngineBroke):
+        with pytest.raises(EngineBrokeError):
             await text_of(answer)
         assert answer.progress is not None
         assert list(answer.progress.prompt_ids) == [1, 2, 3]
@@ -204,7 +204,7 @@ NO_COMPLETIONS = {
 @pytest.mark.parametrize("body", NO_COMPLETIONS.values(), ids=NO_COMPLETIONS.keys())
 async def test_a_whole_answer_that_is_no_completion_is_a_failure(body: bytes) -> None:
     async with upstream_stack(fast=Behaviour(nonsense=body)) as stack:
-        with pytest.raises(NoEngineAnswered, match="not a completion"):
+        with pytest.raises(NoEngineAnsweredError, match="not a completion"):
             await stack.upstream.open(stack.decision(FAST), relay(), elsewhere=False)
         assert (stack.replica(FAST).state.failed, stack.held()) == (1, 0)
 
@@ -231,7 +231,7 @@ async def test_a_refusals_words_are_not_on_the_span() -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     async with upstream_stack(telemetry=Telemetry(provider), fast=Behaviour(status=400, error="SECRET")) as stack:
-        with provider.get_tracer("test").start_as_current_span("request"), pytest.raises(EngineRefused):
+        with provider.get_tracer("test").start_as_current_span("request"), pytest.raises(EngineRefusedError):
             await stack.upstream.open(stack.decision(FAST), replace(HI, request_id="r2"))
     (span,) = (each for each in exporter.get_finished_spans() if each.name.startswith("chat"))
     assert dict(span.attributes or {})["http.response.status_code"] == 400

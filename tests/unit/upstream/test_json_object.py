@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.upstream.json_object import MOST_NESTED, JsonObject, NotJson, as_boolean, as_integer, read_json
+from router.upstream.json_object import MOST_NESTED, JsonObject, NotJsonError, as_boolean, as_integer, read_json
 
 VALUES: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -73,7 +73,7 @@ def test_of_members_that_share_a_key_the_last_counts() -> None:
     ],
 )
 def test_what_is_no_object_is_refused_with_the_reason(body: bytes, why: str) -> None:
-    with pytest.raises(NotJson, match=re.escape(why)):
+    with pytest.raises(NotJsonError, match=re.escape(why)):
         JsonObject.parse(body)
 
 
@@ -84,7 +84,7 @@ def test_depth_is_bounded(opening: str, closing: str) -> None:
         return f'{{"x":{opening * inner}{"1" if inner else "[]"}{closing * inner}}}'.encode()
 
     assert JsonObject.parse(nested(MOST_NESTED)).members
-    with pytest.raises(NotJson, match="nested more than 200 deep"):
+    with pytest.raises(NotJsonError, match="nested more than 200 deep"):
         JsonObject.parse(nested(MOST_NESTED + 1))
 
 

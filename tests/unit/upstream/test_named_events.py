@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.upstream.errors import EngineBroke
+from router.upstream.errors import EngineBrokeError
 from router.upstream.named_events import (
     read_message,
     read_message_event,
@@ -104,7 +104,7 @@ def test_tokens_from_a_cache_are_counted() -> None:
 )
 def test_what_is_no_event_breaks_the_stream(read: Any, raw: bytes) -> None:
     """As does an error that the engine reports; neither is quoted."""
-    with pytest.raises(EngineBroke) as broke:
+    with pytest.raises(EngineBrokeError) as broke:
         read(raw)
     assert SECRET not in repr(broke.value)
     assert broke.value.__context__ is None or broke.value.__suppress_context__
@@ -117,7 +117,7 @@ def test_a_response_that_failed_is_no_answer(status: str | None) -> None:
     if status is None:
         del response["status"]
     assert read_response(json.dumps(response).encode()) is None
-    with pytest.raises(EngineBroke):
+    with pytest.raises(EngineBrokeError):
         read_response_event(event({"type": "response.completed", "response": response}).strip())
 
 

@@ -14,7 +14,7 @@ from router.telemetry.record import Hop
 from router.upstream import transport
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import Attempt, EngineStream, OverflowHold, OverflowServer
-from router.upstream.errors import EngineBroke, EngineStalled
+from router.upstream.errors import EngineBrokeError, EngineStalledError
 from router.upstream.progress import Progress, Resumption
 from router.upstream.sse import parse_event
 from router.upstream.transport import Body
@@ -137,7 +137,7 @@ async def test_a_break_at_every_byte_is_told_after_what_came() -> None:
         whole = b"".join(event + b"\n\n" for event in ANSWER)
         assert whole.startswith(reader.raw)
         assert reader.raw == b"" or reader.raw.endswith(b"\n\n")
-        assert isinstance(reading.exception(), EngineBroke) is not reader.answer.complete
+        assert isinstance(reading.exception(), EngineBrokeError) is not reader.answer.complete
         assert not reader.answer.complete or reader.raw == whole
 
 
@@ -157,7 +157,7 @@ async def test_events_that_come_one_by_one_wake_nobody() -> None:
         assert not waiter.done()
     reading.cancel()
     await asyncio.wait({reading})
-    assert reader.connection.take is None
+    assert reader.connection.sink is None
 
 
 @pytest.mark.parametrize("text", [b"\xff", b"\\q", b"\\ud800", b"\x01", b"\\"])
@@ -165,7 +165,7 @@ async def test_text_that_is_no_json_is_not_passed(text: bytes) -> None:
     reader = Reader()
     reading = asyncio.create_task(reader.read())
     await feed(reader.connection, on_wire([chat("a"), chat("*").replace(b"*", text)]))
-    with pytest.raises(EngineBroke, match="not a chunk"):
+    with pytest.raises(EngineBrokeError, match="not a chunk"):
         await reading
     assert reader.raw == chat("a") + b"\n\n"
 
@@ -200,6 +200,6 @@ async def test_silence_between_plain_events_is_noticed(monkeypatch: pytest.Monke
         reader.connection.look(100)
     now += 31
     reader.connection.look(100)
-    with pytest.raises(EngineStalled, match="100 s"):
+    with pytest.raises(EngineStalledError, match="100 s"):
         await reading
     assert reader.raw.count(b"data: ") == 4

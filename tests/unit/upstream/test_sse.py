@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from router.upstream.errors import EngineBroke
+from router.upstream.errors import EngineBrokeError
 from router.upstream.sse import DONE, MAX_EVENT_BYTES, Chunk, EventParser, parse_event
 
 
@@ -78,7 +78,7 @@ def test_what_came_before_a_fault_is_returned_before_it(bad: bytes, fault: str) 
     parser = EventParser()
     assert [*parser.feed(event(1) + bad[:9]), *parser.feed(bad[9:]), *parser.feed(event(2))] == [chunk(1)]
     assert (parser.ended, parser.over) == (True, False)
-    with pytest.raises(EngineBroke, match=fault):
+    with pytest.raises(EngineBrokeError, match=fault):
         parser.check()
     parser.check()
 
@@ -103,7 +103,7 @@ def test_members_in_any_order_and_unknown_ones_make_the_same_chunk(order: bytes)
 
 def test_a_fault_does_not_quote_the_engine() -> None:
     """Errors end up in spans and logs, and what an engine sends may hold a prompt."""
-    with pytest.raises(EngineBroke) as caught:
+    with pytest.raises(EngineBrokeError) as caught:
         parse_event(b'data: {"choices": [{"delta": {"content": 7}}], "secret": "prompt"}')
     assert caught.value.__cause__ is None
     assert "prompt" not in str(caught.value.__context__)

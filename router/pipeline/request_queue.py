@@ -1,0 +1,141 @@
+"""Waiting requests in queues: which is first, which is the oldest, how many slots are wanted before one.
+
+Requests that the same tiers could serve, and that take about as much of a replica, form one queue. If the first of a queue
+finds no slot, those behind it would find none either. Within a queue, order is by priority class, then by the slots that
+the request's key holds, then by deadline.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+    from tiers.spec import TierName
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """One waiting request. Times are seconds by the monotonic clock.
+
+    Attributes:
+        key_id: Of the caller's key.
+        rank: Its priority class, lower first.
+        since: When it came.
+        deadline: When it wants its first token.
+        tiers: That could serve it when ready and free.
+        slots: That it takes.
+        long: Whether its prompt is too long for a replica with a full KV cache.
+    """
+
+    key_id: str
+    rank: int
+    since: float
+    deadline: float
+    tiers: frozenset[TierName]
+    slots: int
+    long: bool
+
+
+E = TypeVar("E", bound=Waiter)
+_deadline = attrgetter("deadline")
+
+
+class _KindQueue(Generic[E]):
+    """Requests of one kind: by arrival, and within each class and key by deadline."""
+
+    def __init__(self, tiers: frozenset[TierName]) -> None:
+        self.tiers = tiers
+        self.arrived: dict[E, None] = {}
+        self.groups: dict[tuple[int, str], list[E]] = {}
+
+    def add(self, waiter: E) -> None:
+        self.arrived[waiter] = None
+        insort(self.groups.setdefault((waiter.rank, waiter.key_id), []), waiter, key=_deadline)
+
+    def remove(self, waiter: E) -> None:
+        del self.arrived[waiter]
+        group = self.groups[waiter.rank, waiter.key_id]
+        group.remove(waiter)
+        if not group:
+            del self.groups[waiter.rank, waiter.key_id]
+
+
+class RequestQueue(Generic[E]):
+    """All waiting requests. A change of ``held``, the slots that each key holds, changes the order.
+
+    Attributes:
+        count: Of all of them.
+    """
+
+    def __init__(self, held: Mapping[str, int]) -> None:
+        self._held = held
+        self._queues: dict[tuple[frozenset[TierName], bool, int], _KindQueue[E]] = {}
+        self.count = 0
+
+    def add(self, waiter: E) -> None:
+        self._queues.setdefault(_kind(waiter), _KindQueue(waiter.tiers)).add(waiter)
+        self.count += 1
+
+    def remove(self, waiter: E) -> None:
+        """Take a request out, unless it is out already."""
+        kind = _kind(waiter)
+        queue = self._queues.get(kind)
+        if queue is None or waiter not in queue.arrived:
+            return
+        queue.remove(waiter)
+        self.count -= 1
+        if not queue.arrived:
+            del self._queues[kind]
+
+    def first(self, passed_over: Collection[E]) -> E | None:
+        """Return the first request, apart from queues whose first was passed over; None: none is left."""
+        firsts = (
+            min((group[0] for group in queue.groups.values()), key=self._order) for queue in self._queues.values()
+        )
+        return min((waiter for waiter in firsts if waiter not in passed_over), key=self._order, default=None)
+
+    def last(self) -> E:
+        """Return the last request.
+
+        Raises:
+            ValueError: None waits.
+        """
+        groups = (group for queue in self._queues.values() for group in queue.groups.values())
+        return max((group[-1] for group in groups), key=self._order)
+
+    def oldest(self, tier: TierName) -> E | None:
+        """Return the request that has waited longest of those that a tier could serve; None: none waits for it."""
+        firsts = (next(iter(queue.arrived)) for queue in self._for((tier,)))
+        return min(firsts, key=attrgetter("since"), default=None)
+
+    def waiting_for(self, tier: TierName) -> int:
+        """Return the number of requests that a tier could serve."""
+        return sum(len(queue.arrived) for queue in self._for((tier,)))
+
+    def slots_before(self, waiter: E, tiers: Collection[TierName]) -> int:
+        """Return the slots wanted by a request, and by those before it that any of several tiers could serve."""
+        *own, deadline = self._order(waiter)
+        wanted = waiter.slots
+        for queue in self._for(tiers):
+            for (rank, key_id), group in queue.groups.items():
+                standing = [rank, self._held.get(key_id, 0)]
+                if standing <= own:
+                    end = len(group) if standing < own else bisect_right(group, deadline, key=_deadline)
+                    wanted += sum(each.slots for each in group[:end] if each is not waiter)
+        return wanted
+
+    def _for(self, tiers: Collection[TierName]) -> Iterator[_KindQueue[E]]:
+        return (queue for queue in self._queues.values() if not queue.tiers.isdisjoint(tiers))
+
+    def _order(self, waiter: E) -> tuple[int, int, float]:
+        return waiter.rank, self._held.get(waiter.key_id, 0), waiter.deadline
+
+
+def _kind(waiter: Waiter) -> tuple[frozenset[TierName], bool, int]:
+    """Return a request's queue; slots count by powers of two, so that there are few queues."""
+    return waiter.tiers, waiter.long, waiter.slots.bit_length()
