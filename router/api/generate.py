@@ -33,7 +33,6 @@ from router.api.openai_prompt import last_turn
 from router.api.paths import ErrorForm
 from router.api.problems import describe
 from router.api.provider import with_provider
-from router.pipeline.pipeline import engine_request_id
 from router.pipeline.request import Call, PromptText, chat_part, class_priority, session_of
 from router.policy.render import render_decision
 from router.upstream.engine_request import EngineRequest
@@ -208,7 +207,7 @@ def parse(content: bytes, context: RequestContext, service: Service) -> Call:
         options=options if body.provider is None else with_provider(options, body.provider, fleet),
         asked=EngineRequest(
             document={"messages": messages, "max_tokens": max_tokens, **sampling},
-            request_id=engine_request_id(context),
+            request_id=context.request_id,
             priority=priority,
             wants_usage=True,
             chat=messages,

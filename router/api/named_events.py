@@ -18,7 +18,6 @@ from router.api.openai_prompt import PART_TOKENS, SYSTEM_ROLES, last_turn, other
 from router.api.paths import MESSAGES, RESPONSES, error_form
 from router.api.problems import NotStoredError, describe
 from router.api.provider import provider_of, with_provider
-from router.pipeline.pipeline import engine_request_id
 from router.pipeline.request import MAX_COUNT, Call, PromptText, chat_part, session_of
 from router.upstream.engine_request import EngineRequest
 from router.upstream.json_object import as_boolean, as_integer
@@ -207,7 +206,7 @@ def _parse(api: _Api, body: bytes, context: RequestContext, service: Service) ->
         asked=EngineRequest(
             document=document,
             path=api.path,
-            request_id=engine_request_id(context),
+            request_id=context.request_id,
             answers=api.answers,
             streamed=streamed,
             priority=priority,

@@ -25,7 +25,6 @@ from router.api.openai_prompt import beside, read_chat, read_completion
 from router.api.paths import CHAT, COMPLETIONS
 from router.api.provider import provider_of, with_provider
 from router.api.truncation import cut_prompts
-from router.pipeline.pipeline import engine_request_id
 from router.pipeline.request import MAX_COUNT, Call, class_priority, priority_within, session_of
 from router.upstream.engine_request import (
     DEFAULT_COMPLETION,
@@ -108,7 +107,7 @@ def parse(path: str, body: bytes, context: RequestContext, service: Service) -> 
             document=document,
             path=path,
             operation="chat" if chat else "text_completion",
-            request_id=engine_request_id(context),
+            request_id=context.request_id,
             streamed=streamed,
             priority=priority,
             wants_usage=isinstance(stream_options, dict) and as_boolean(stream_options.get("include_usage")),

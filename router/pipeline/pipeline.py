@@ -6,7 +6,6 @@ import asyncio
 import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Protocol
 
 from router.accounting.charging import usage_of
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from router.pipeline.failover import Failover
     from router.pipeline.overflow import Overflow
     from router.pipeline.registry import ActiveRequest, RequestRegistry
-    from router.pipeline.request import Call, RequestContext
+    from router.pipeline.request import Call
     from router.policy.decision import Decision
     from router.policy.decision_log import DecisionLog
     from router.policy.table import PolicyStore
@@ -218,11 +217,3 @@ class Pipeline:
         finally:  # also when this is cancelled
             if active.budget is not None:
                 await active.budget.settle(active.cost or FREE)
-
-
-def engine_request_id(context: RequestContext) -> str:
-    """Return an id that is unique even if callers repeat theirs: an engine mixes up requests with the same id.
-
-    Large bodies are parsed in threads, which ``random_hex`` must not be called from.
-    """
-    return f"{context.request_id}-{token_hex(4)}"

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from itertools import count
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Literal, cast
 from weakref import WeakValueDictionary
 
@@ -101,7 +102,7 @@ class Upstream:
         # Small requests have connections of their own, bounded by their pools: those that hang take none from others.
         self._passing_transport = EngineTransport()
         self._passing: WeakValueDictionary[tuple[Pool, str], asyncio.Semaphore] = WeakValueDictionary()
-        self._policy, self._numbers = policy, count()
+        self._policy, self._id, self._numbers = policy, token_hex(4), count()
         self.retries: Counter[TierName] = Counter()
         self.use(options)
 
@@ -284,8 +285,9 @@ class Upstream:
 
     def _http(self, replica: Replica, request: EngineRequest, hop: Hop) -> httpx.Request:
         """Return a request as it is sent; its headers are made here, as httpx takes several times longer for that."""
-        # An engine mixes up requests of one id, and may still hold an attempt that was given up.
-        number = f"{request.request_id}-{next(self._numbers):x}"
+        # Callers repeat their ids, several routers share engines, and an engine may still hold an attempt that was given up:
+        # it mixes up requests of one id.
+        number = f"{request.request_id}-{self._id}-{next(self._numbers):x}"
         url, host = _address(replica.url + request.path)
         content = request.body(replica)
         headers = [

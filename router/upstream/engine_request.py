@@ -86,7 +86,7 @@ class EngineRequest:
         document: The caller's body, passed on with as little change as routing needs; or the members of one of our own.
         path: At the engine.
         operation: In the GenAI conventions' words.
-        request_id: No two requests share it; the engine is given it with the attempt's number.
+        request_id: The caller's; an engine is given it with the attempt's number.
         streamed: Whether the answer comes as events.
         priority: For vLLM's scheduler, lower first; None leaves the body's own.
         wants_usage: Whether an answer without token counts is not complete.
