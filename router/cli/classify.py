@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 def classify(
     text: Annotated[str | None, typer.Argument(help="The prompt; without it, standard input is read.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     jsonl: Annotated[
         bool, typer.Option("--jsonl", help='Read {"text": ...} lines, write one JSON object a line.')
     ] = False,
@@ -50,24 +51,29 @@ def classify(
     counter = named_counter(tokenizer) if tokenizer is not None else make_counter(_prepared_folder(settings))
     if not counter.exact:
         err.print("no tokenizer yet ('qarr model prepare' makes one): tokens are estimated")
-    alone = ""
+    router: RouterApiClient | None = None
     try:
         router = RouterApiClient(url, key, config)
         router.ask("/tiers")
     except (OperationError, SettingsError) as error:
-        alone = str(error)
+        router = None
+        err.print(f"{error}", markup=False)
     fleet = idle_fleet(settings)
     policy = policy_table(settings.policy, [tier.spec for tier in fleet.tiers])
 
     def classified(prompt: str) -> dict[str, Any]:
         features = extract(prompt, counter)
         tier, reason = decided(prompt, features)
-        return {**render_features(features), "tier": tier, "reason": reason, "why": _reasons(prompt)}
+        why = {
+            output: [(piece, round(weight, 2)) for piece, weight in pieces]
+            for output, pieces in explain(prompt).items()
+        }
+        return {**render_features(features), "tier": tier, "reason": reason, "why": why}
 
     def decided(prompt: str, features: PromptFeatures) -> tuple[Any, str]:
-        if alone:
+        if router is None:
             decision = decide(Query(features, features.tokens, settings.limits.default_max_tokens), fleet, policy)
-            return decision.tier, f"{alone}; an idle fleet without measurements: {decision.reason}"
+            return decision.tier, f"an idle fleet without measurements: {decision.reason}"
         try:
             found = router.ask("/route", "POST", {"prompt": prompt})
         except OperationError as error:
@@ -77,9 +83,11 @@ def classify(
     if jsonl:
         for prompt in _jsonl_prompts(sys.stdin.buffer):
             typer.echo(to_json(classified(prompt)))
-    else:
-        found = classified(text if text is not None else sys.stdin.read())
-        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        return
+    if text is None and sys.stdin.isatty():
+        err.print("type the prompt, then Ctrl-D")
+    found = classified(text if text is not None else sys.stdin.read())
+    typer.echo(json.dumps(found, indent=2, ensure_ascii=False) if as_json else _for_people(found))
 
 
 def idle_fleet(settings: Settings) -> FleetSnapshot:
@@ -91,11 +99,24 @@ def idle_fleet(settings: Settings) -> FleetSnapshot:
     )
 
 
-def _reasons(prompt: str) -> list[str]:
-    """Return what weighed most: an output of the model, a piece of the prompt, and its log-odds."""
-    return [
-        f"{output}: {piece!r} {weight:+.1f}" for output, pieces in explain(prompt).items() for piece, weight in pieces
+def _for_people(found: dict[str, Any]) -> str:
+    """Return one line for each finding: with what weighed most for it, where the model tells."""
+    code = " and ".join(
+        word for word, there in (("holds", found["contains_code"]), ("asks for", found["asks_for_code"])) if there
+    )
+    rows = [
+        ("class", f"{found['class']}, {found['confidence']:.0%} sure"),
+        ("code", f"{code or 'none'}{' ' + found['language'] if found['language'] else ''}"),
+        ("complexity", found["complexity"]),
+        ("tokens", f"{found['tokens']}{'' if found['tokens_exact'] else ' (estimated)'}"),
+        ("tier", f"{found['tier'] or 'none'}: {found['reason']}"),
     ]
+    why = [
+        (output, ", ".join(f"{piece!r} {weight:+.1f}" for piece, weight in pieces))
+        for output, pieces in found["why"].items()
+    ]
+    rows += [("", ""), ("weighed most", "(log-odds)"), *why]
+    return "\n".join(f"{name:15}{told}".rstrip() for name, told in rows)
 
 
 def _jsonl_prompts(stream: Any) -> Iterator[str]:

@@ -68,33 +68,11 @@ class Connection(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_body_ends_at_close",
-        "_head_bytes",
-        "_head_only",
-        "_informational",
-        "_on_end",
-        "_on_lost",
-        "_parser",
-        "_transport",
-        "buffered",
-        "complete",
-        "fault",
-        "from_sending",
-        "headers",
-        "idle_since",
-        "origin",
-        "over",
-        "parts",
-        "paused",
-        "read_timeout_s",
-        "reusable",
-        "sink",
-        "state",
-        "status",
-        "timer",
-        "waiter",
+        "_body_ends_at_close", "_head_bytes", "_head_only", "_informational", "_on_end", "_on_lost", "_parser",
+        "_transport", "buffered", "complete", "fault", "from_sending", "headers", "idle_since", "origin", "over",
+        "parts", "paused", "read_timeout_s", "reusable", "sink", "state", "status", "timer", "waiter",
         "waiting_since",
-    )
+    )  # fmt: skip
 
     def __init__(
         self, origin: Origin, on_lost: Callable[[Connection], None], on_end: Callable[[Connection], None]

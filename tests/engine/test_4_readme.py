@@ -45,8 +45,8 @@ def test_tiers_lists_the_fleet(up: Up) -> None:
 
 
 def test_classify_explains_a_prompt() -> None:
-    """The README's classify command prints the features as JSON."""
-    found = json.loads(_run(_command(".venv/bin/qarr classify")))
+    """The README's classify command, with ``--json``, prints the features for programs."""
+    found = json.loads(_run(_command(".venv/bin/qarr classify") + " --json"))
     assert (found["class"], found["asks_for_code"], found["language"]) == ("code", True, "sql")
     assert found["tokens_exact"] is True
 
