@@ -17,7 +17,7 @@ from router.policy.decision import Refusal
 from router.policy.decision_log import OverflowRecord
 from router.telemetry.record import error_name
 from router.upstream.errors import NoSlotError, UpstreamError
-from router.upstream.overflow import NotForOverflowError, OverflowPausedError
+from router.upstream.overflow import PausedError, UnsupportedError
 from tiers.spec import UNKNOWN
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ FULL = {
 }
 AT_ONCE_MS = 1.0  # a refusal within this time was none of a request that waited
 FAILURES: dict[type[UpstreamError], str] = {
-    NotForOverflowError: "unsupported",
+    UnsupportedError: "unsupported",
     NoSlotError: "full",
-    OverflowPausedError: "paused",
+    PausedError: "paused",
 }
 
 

@@ -153,11 +153,11 @@ def _plain_options(options: Any) -> bool:
 CHARACTERS_PER_TOKEN = 4  # of English, about; for servers that tell no counts
 
 
-class NotForOverflowError(UpstreamError):
+class UnsupportedError(UpstreamError):
     """The request has a parameter that means nothing outside of the fleet, or something else there."""
 
 
-class OverflowPausedError(UpstreamError):
+class PausedError(UpstreamError):
     """The overflow has failed lately, and gets no requests for a while."""
 
 
@@ -234,19 +234,19 @@ class OverflowClient:
         """Return an answer that has begun; ``sent_at``: when it was first sent, by the monotonic clock.
 
         Raises:
-            NotForOverflowError: It cannot be asked elsewhere.
+            UnsupportedError: It cannot be asked elsewhere.
             NoSlotError: The overflow has as many requests as it may have.
-            OverflowPausedError: It has failed lately.
+            PausedError: It has failed lately.
             UpstreamError: It did not begin an answer.
         """
         options, breaker, now = self._options, self._breaker, time.monotonic()
         content = body_for(request, options.model)
         if content is None:
-            raise NotForOverflowError("a parameter that only the fleet's engines understand")
+            raise UnsupportedError("a parameter that only the fleet's engines understand")
         if self.in_flight >= options.max_in_flight:
             raise NoSlotError(f"it has {self.in_flight} requests")
         if not breaker.admits(now):
-            raise OverflowPausedError(f"it has failed; it gets requests again in {breaker.admits_in_s(now):.1f} s")
+            raise PausedError(f"it has failed; it gets requests again in {breaker.admits_in_s(now):.1f} s")
         probe = breaker.begin(now)
         self.in_flight += 1
         try:

@@ -101,7 +101,8 @@ class Mapped:
     def text(self, text: str) -> str:
         for old, new in self.changes:
             text = text.replace(old, new)
-        return re.sub(r"(?<![\w./-])/(etc|var|models|tmp)(?=/|$|\b)", rf"{self.folder}/\1", text)
+        outside = rf"(?<![\w./-])(?!{re.escape(str(DEPLOY.parent))}/)"  # the project may lie in one of these folders
+        return re.sub(rf"{outside}/(etc|var|models|tmp)(?=/|$|\b)", rf"{self.folder}/\1", text)
 
     def command(self, container: dict[str, Any]) -> list[str]:
         return [self.text(part) for part in (*container["command"], *container.get("args", ()))]
