@@ -3,6 +3,7 @@
 from classifier.errors import ClassifierError, TokenizerError, WeightsError
 from classifier.features import EstimatingCounter, PromptFeatures, TokenCounter, explain, extract
 from classifier.kinds import Complexity, PromptClass
+from classifier.second_look import SecondLook, load_second_look
 from classifier.tokens import ModelTokenCounter
 
 __all__ = [
@@ -12,9 +13,11 @@ __all__ = [
     "ModelTokenCounter",
     "PromptClass",
     "PromptFeatures",
+    "SecondLook",
     "TokenCounter",
     "TokenizerError",
     "WeightsError",
     "explain",
     "extract",
+    "load_second_look",
 ]

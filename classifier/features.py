@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from classifier.kinds import JUDGED, Complexity, PromptClass
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from classifier.model import Model
 
 CHARS_PER_TOKEN = 3.0  # English prose has 4 to 5, code fewer: the estimate errs on the long side
@@ -18,6 +20,7 @@ PIECE_CHARS = 50_000  # of a text that is counted at once
 LONG_TOKENS = 1500
 MIN_PROBABILITY = 0.4  # of the likeliest class, below which no class is named
 _EVEN = 0.5
+DOUBT = 0.2  # distance of the probability of code from even, below which a second look may change the answer
 _WIDE = re.compile("[\u2e80-\U0010ffff]")  # from here on scripts without spaces, about a token a character
 _WHITE_OR_NOT = b"".join(b" " if chr(byte).isspace() else b"x" for byte in range(256))
 
@@ -39,6 +42,7 @@ class PromptFeatures:
             been wrong.
         signals: Names of certain marks of code, or the length by which a prompt is long, for people.
         complexity: How much work is asked for; None where it has not been judged.
+        doubtful: Whether it may have code and may not, so that a second look is worth its time.
     """
 
     chars: int
@@ -52,6 +56,7 @@ class PromptFeatures:
     confidence: float
     signals: tuple[str, ...]
     complexity: Complexity | None = None
+    doubtful: bool = False
 
     @property
     def has_code(self) -> bool:
@@ -88,13 +93,14 @@ class EstimatingCounter(TokenCounter):
         return wide - int(-(len(text) - wide) // CHARS_PER_TOKEN)
 
 
-def extract(text: str, counter: TokenCounter, context_tokens: int = 0) -> PromptFeatures:
+def extract(text: str, counter: TokenCounter, context_tokens: int = 0, second: Sequence[float] = ()) -> PromptFeatures:
     """Read a prompt. Pure; the time grows with the length of the text at most.
 
     Args:
         text: The prompt, any string.
         counter: Counts tokens as the model does.
         context_tokens: Of all that the model reads, where the text is only its last part.
+        second: What ``SecondLook.read`` has found; empty: there was no second look.
 
     Raises:
         WeightsError: At the first call, if the weights that come with the package cannot be read.
@@ -103,8 +109,8 @@ def extract(text: str, counter: TokenCounter, context_tokens: int = 0) -> Prompt
     known = bool(context_tokens) and len(text) > PIECE_CHARS
     tokens = min(int(len(text) // CHARS_PER_TOKEN), context_tokens) if known else counter.count(text)
     length = max(tokens, context_tokens)
-    found = _model().predict(text)
-    has_code, signals = found.has_code >= _EVEN, found.marks
+    found = _model().predict(text, second)
+    has_code, signals = found.has_code >= _EVEN, (*found.marks, "second look") if second else found.marks
     if has_code:
         prompt_class, confidence = PromptClass.CODE, found.has_code
     elif length > LONG_TOKENS:
@@ -130,6 +136,7 @@ def extract(text: str, counter: TokenCounter, context_tokens: int = 0) -> Prompt
         confidence=confidence,
         signals=signals,
         complexity=Complexity.COMPLEX if found.complex >= _EVEN else complexity,
+        doubtful=not second and abs(found.has_code - _EVEN) < DOUBT,
     )
 
 

@@ -30,7 +30,7 @@ from classifier.errors import WeightsError
 from classifier.kinds import JUDGED
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -260,12 +260,19 @@ class Model:
     languages: tuple[str | None, ...]
     about: Mapping[str, Any]
 
-    def predict(self, text: str) -> Prediction:
-        """Return what is found in a text, any string."""
+    def predict(self, text: str, second: Sequence[float] = ()) -> Prediction:
+        """Return what is found.
+
+        Args:
+            text: Any string.
+            second: What a second look adds to the log-odds of each of ``OUTPUTS``; empty: there was none.
+        """
         reading = read(text)
         units = np.maximum(self.hidden(reading), 0)
         found = reading.weights @ self.table.take(reading.rows, 0)
         sums = (self.bias + reading.shape @ self.shape + found * self.scale + units @ self.hidden_outputs).tolist()
+        if second:
+            sums = [first + added for first, added in zip(sums, second, strict=True)]
         # Log-odds of the first, and scores of the classes.
         has, asks, contains, more, most = [1 / (1 + exp(-max(-30.0, min(odds, 30.0)))) for odds in sums[:_CLASSES]]
         highest = max(sums[_CLASSES:])

@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
+from classifier import load_second_look
 from router.accounting.charging import Charging
 from router.accounting.database import Database
 from router.accounting.ledgers import ledger_of
@@ -157,6 +158,7 @@ class App:
         return Pipeline(
             fleet=fleet,
             counter=counter,
+            second_look=load_second_look(),
             policy=policy,
             quotas=Quotas(settings.state.redis_url.get_secret_value()),
             charging=Charging(reservations, fleet, policy, settings.policy.prices),

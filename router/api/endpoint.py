@@ -122,7 +122,7 @@ class Answering:
             return
         call = await endpoint.read(body, context, service)
         del body  # not to be held for as long as the answer takes
-        decision = pipeline.decide(call)
+        decision = await pipeline.decide(call)
         out = responder_of(scope)
         if call.streamed and server.silence_s:  # whose head says nothing of who answers
             out.await_first(server.silence_s, start_message(context.headers, EVENT_STREAM, STREAM_HEADERS))

@@ -336,7 +336,7 @@ class DecisionAlone:
         grant = await pipeline.quotas.enter(context.caller, 0, context.limits)
         counted: int | None = None
         try:
-            rendered = render_decision(pipeline.decide(call, serve=False))
+            rendered = render_decision(await pipeline.decide(call, serve=False))
             counted = 0
         finally:
             if grant is not None:

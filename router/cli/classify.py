@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic_core import to_json
 
-from classifier import explain, extract
+from classifier import explain, extract, load_second_look
 from router.cli.client import KeyOption, RouterApiClient, UrlOption
 from router.cli.common import ConfigOption, err, fail, tier_settings
 from router.deployment.layout import make_counter, named_counter, prepare_options, tier_spec
@@ -58,11 +58,13 @@ def classify(
     except (OperationError, SettingsError) as error:
         router = None
         err.print(f"{error}", markup=False)
-    fleet = idle_fleet(settings)
+    fleet, second = idle_fleet(settings), load_second_look()
     policy = policy_table(settings.policy, [tier.spec for tier in fleet.tiers])
 
     def classified(prompt: str) -> dict[str, Any]:
         features = extract(prompt, counter)
+        if features.doubtful and second is not None:
+            features = extract(prompt, counter, second=second.read(prompt))
         tier, reason = decided(prompt, features)
         why = {
             output: [(piece, round(weight, 2)) for piece, weight in pieces]

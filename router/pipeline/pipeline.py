@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from classifier import PromptClass
 from router.accounting.charging import usage_of
 from router.auth.api_keys import BeyondKeyError
 from router.pipeline.failover import Continuation
@@ -23,7 +24,7 @@ from tiers.spec import TierName, in_order
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from classifier import PromptFeatures, TokenCounter
+    from classifier import PromptFeatures, SecondLook, TokenCounter
     from router.accounting.charging import Charging
     from router.auth.quota import Quotas
     from router.pipeline.admission import Admission
@@ -62,6 +63,7 @@ class Pipeline:
     """Decides and serves. Wired once, in ``router.app.App``.
 
     Attributes:
+        second_look: At prompts that may have code; None: it is not installed.
         failover: Continues answers whose engine fails.
         overflow: Answers requests that no tier has a slot for, where it may.
         decisions: The decision log; None: none is written.
@@ -71,6 +73,7 @@ class Pipeline:
 
     fleet: Fleet
     counter: TokenCounter
+    second_look: SecondLook | None
     policy: PolicyStore
     quotas: Quotas
     charging: Charging
@@ -83,7 +86,7 @@ class Pipeline:
     prompt_observer: PromptObserver | None
     answer_observer: AnswerObserver | None
 
-    def decide(self, call: Call, *, serve: bool = True) -> Decision:
+    async def decide(self, call: Call, *, serve: bool = True) -> Decision:
         """Classify a request and decide.
 
         Args:
@@ -100,6 +103,8 @@ class Pipeline:
             self.fleet.preempt()
         began = time.monotonic()
         features = call.prompt.classify(self.counter)
+        if features.doubtful and self.second_look is not None:
+            features = await self._look_again(call, features, self.second_look)
         classified = time.monotonic()
         query = call.query(features, self.fleet.template, affinity=self.fleet.options.affinity)
         fleet, table = self.fleet.snapshot(prefix=query.prefix), self.policy.table
@@ -116,6 +121,17 @@ class Pipeline:
         if serve and self.decisions is not None:
             self.decisions.decided(call.context.request_id, decision, fleet, table, priority=call.options.priority)
         return decision
+
+    async def _look_again(self, call: Call, features: PromptFeatures, second: SecondLook) -> PromptFeatures:
+        """Return the features after a second look, where the tier hangs on whether the prompt has code."""
+        fleet, table = self.fleet.snapshot(), self.policy.table
+        other = PromptClass.CHAT if features.has_code else features.prompt_class
+        known = [replace(features, prompt_class=kind, confidence=1.0) for kind in (PromptClass.CODE, other)]
+        code, prose = (decide(call.query(each, self.fleet.template), fleet, table).tier for each in known)
+        if code is prose:
+            return features
+        odds = await asyncio.to_thread(second.read, call.prompt.text)
+        return call.prompt.classify(self.counter, odds)
 
     @asynccontextmanager
     async def serve(self, call: Call, decision: Decision) -> AsyncIterator[ActiveRequest]:

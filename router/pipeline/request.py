@@ -12,7 +12,7 @@ from router.policy.decision import PRIORITIES, Query, Sla
 from tiers.prefix_memory import Part, Prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from classifier import PromptFeatures, TokenCounter
     from router.policy.decision import Priority, Sort
@@ -92,9 +92,9 @@ class PromptText:
     parts: tuple[Part, ...] = ()
     salt: str = ""
 
-    def classify(self, counter: TokenCounter) -> PromptFeatures:
+    def classify(self, counter: TokenCounter, second: Sequence[float] = ()) -> PromptFeatures:
         """Return the text's features. What cannot be read, as images and token ids, counts as complex."""
-        features = extract(self.text, counter, self.prompt_tokens or 0)
+        features = extract(self.text, counter, self.prompt_tokens or 0, second)
         if not self.other_parts and (self.text or not self.prompt_tokens):
             return features
         signals = tuple(f"part that is not text: {kind}" for kind in self.other_parts)

@@ -96,7 +96,7 @@ class Line:
     @asynccontextmanager
     async def serving(self, request: Call) -> AsyncIterator[ActiveRequest]:
         """Decide on a request, and serve it."""
-        async with self.pipeline.serve(request, self.pipeline.decide(request)) as active:
+        async with self.pipeline.serve(request, await self.pipeline.decide(request)) as active:
             yield active
 
     async def served(self, request: Call) -> str:
@@ -134,6 +134,7 @@ async def line(
         pipeline = Pipeline(
             fleet=stack.fleet,
             counter=EstimatingCounter(),
+            second_look=None,
             policy=stack.policy,
             quotas=Quotas(),
             charging=Charging(Reservations(MemoryLedger(), settings.budgets), stack.fleet, stack.policy, {}),
@@ -157,9 +158,9 @@ async def test_a_decision_that_is_served_is_told_to_observers(tmp_path: Path) ->
     """One that is only asked for leaves no log and no sample; of both, what measures is told first."""
     async with line(tmp_path / "log") as at:
         at.stack.fleet.preempt = at.noted.request
-        at.pipeline.decide(asked(), serve=False)
+        await at.pipeline.decide(asked(), serve=False)
         assert at.noted == Noted(requests=1)
-        decision = at.pipeline.decide(asked())
+        decision = await at.pipeline.decide(asked())
         assert (decision.tier, at.noted.prompts, at.noted.requests) == (FAST, ["hi"], 2)
     (record,) = (each for each in read_log(tmp_path / "log") if hasattr(each, "request_id"))
     assert record.request_id == "r1"
