@@ -42,14 +42,10 @@ class Signal:
 
 
 class Finishing:
-    """Work that is finished even if whoever waits for it is cancelled.
-
-    Attributes:
-        tasks: Those that go on.
-    """
+    """Work that is finished even if whoever waits for it is cancelled."""
 
     def __init__(self) -> None:
-        self.tasks: set[asyncio.Task[Any]] = set()
+        self.tasks: set[asyncio.Task[Any]] = set()  # those that go on
 
     async def finish(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.shield(self._start(work))

@@ -20,16 +20,11 @@ class ServerPhase(Enum):
 
 @dataclass(slots=True)
 class ServerState:
-    """Whether one router takes requests, and which are active.
-
-    Attributes:
-        active_requests: The tasks that answer requests.
-        deadline_passed: Whether the time to finish them is over.
-    """
+    """Whether one router takes requests, and which are active."""
 
     state: ServerPhase = ServerPhase.OPEN
-    active_requests: set[asyncio.Task[None]] = field(default_factory=set)
-    deadline_passed: bool = False
+    active_requests: set[asyncio.Task[None]] = field(default_factory=set)  # the tasks that answer requests
+    deadline_passed: bool = False  # whether the time to finish them is over
 
     @property
     def open(self) -> bool:

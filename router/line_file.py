@@ -29,13 +29,9 @@ LAST_LINES_S = 2.0  # longest time for writing what is queued at the end
 
 
 class Losses(logging.Handler):
-    """A handler that counts the lines that it could not write. Named before the handler that writes.
+    """A handler that counts the lines that it could not write. Named before the handler that writes."""
 
-    Attributes:
-        what: Loses lines; the subject of the sentences logged.
-    """
-
-    what: str
+    what: str  # loses lines; the subject of the sentences logged
     _lost, _last = 0, 0.0
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802  the library's name

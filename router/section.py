@@ -61,13 +61,10 @@ class AllBut(frozenset[str]):
 
 
 class Section(BaseModel):
-    """A part of the settings, beside the code that reads it: unknown keys are errors, values do not change.
-
-    Attributes:
-        reloads: Settings that a running router takes over when it reads its settings again; others need a restart.
-    """
+    """A part of the settings, beside the code that reads it: unknown keys are errors, values do not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    # settings that a running router takes over when it reads its settings again; others need a restart
     reloads: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, reloads: frozenset[str] | None = None, **options: Any) -> None:

@@ -215,16 +215,12 @@ def leaves(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A setting with another value; values are shown as text, without what is secret.
-
-    Attributes:
-        reloads: Whether a running router takes it over.
-    """
+    """A setting with another value; values are shown as text, without what is secret."""
 
     key: str
     before: str
     after: str
-    reloads: bool
+    reloads: bool  # whether a running router takes it over
 
     def __str__(self) -> str:
         return f"{self.key}: {self.before} -> {self.after}"

@@ -33,19 +33,13 @@ Used = dict[tuple[str, str], Cost]  # by account id and period: spent and reserv
 
 
 class Hold(NamedTuple):
-    """What an open request reserves.
-
-    Attributes:
-        accounts: Those that it counts against.
-        periods: In which it began, and counts.
-        times: So many times their limits bound it.
-    """
+    """What an open request reserves."""
 
     id: str
-    accounts: tuple[Account, ...]
-    periods: Periods
+    accounts: tuple[Account, ...]  # those that it counts against
+    periods: Periods  # in which it began, and counts
     reserved: Cost
-    times: int = 1
+    times: int = 1  # so many times their limits bound it
 
     @property
     def places(self) -> list[tuple[str, str]]:
@@ -63,15 +57,10 @@ class Hold(NamedTuple):
 
 
 class Reserved(NamedTuple):
-    """The answer to a request for a hold.
+    """The answer to a request for a hold."""
 
-    Attributes:
-        used: Before the request, of its accounts and periods.
-        denied: The limit that it would break; None: it holds what it asked for.
-    """
-
-    used: Used
-    denied: tuple[Account, Limit] | None
+    used: Used  # before the request, of its accounts and periods
+    denied: tuple[Account, Limit] | None  # the limit that it would break; None: it holds what it asked for
 
 
 class OverBudgetError(Exception):

@@ -35,17 +35,11 @@ OVER_BUDGET_HEADER = "x-qarr-over-budget"
 
 @dataclass(frozen=True, slots=True)
 class Pricing:
-    """What tiers cost beside one another.
+    """What tiers cost beside one another."""
 
-    Attributes:
-        weights: A second of a tier's replica, in seconds of a replica of the highest tier.
-        highest: The highest tier that has engines.
-        replica_hour: Price of an hour of one replica of that tier; 0: none is known.
-    """
-
-    weights: Mapping[TierName, float]
-    highest: TierName
-    replica_hour: float = 0.0
+    weights: Mapping[TierName, float]  # a second of a tier's replica, in seconds of a replica of the highest tier
+    highest: TierName  # the highest tier that has engines
+    replica_hour: float = 0.0  # price of an hour of one replica of that tier; 0: none is known
 
     def cost(self, decision: Decision, usage: Iterable[TierUsage]) -> Cost:
         """Return what a request costs, at the rates of its decision."""
@@ -78,16 +72,12 @@ def pricing_of(specs: Sequence[TierSpec], prices: Mapping[TierName, float], repl
 
 @dataclass(slots=True)
 class Charging:
-    """Reserves what requests may cost.
-
-    Attributes:
-        prices: Weights of an engine-second (``policy.prices``).
-    """
+    """Reserves what requests may cost."""
 
     reservations: Reservations
     fleet: Fleet
     policy: PolicyStore
-    prices: Mapping[TierName, float]
+    prices: Mapping[TierName, float]  # weights of an engine-second (``policy.prices``)
     _made: tuple[tuple[object, ...], Pricing] | None = field(default=None, init=False)
 
     def use(self, settings: Settings) -> None:

@@ -45,20 +45,15 @@ class Row(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Sums over requests.
-
-    Attributes:
-        engine_us: Charged, or of keys without a budget what would have been.
-        highest_engine_us: What the same tokens would have cost at the highest precision; likewise the last one.
-    """
+    """Sums over requests."""
 
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    engine_us: int = 0
+    engine_us: int = 0  # charged, or of keys without a budget what would have been
     money_u: int = 0
-    highest_engine_us: int = 0
+    highest_engine_us: int = 0  # what the same tokens would have cost at the highest precision; likewise the last one
     highest_money_u: int = 0
 
     def plus(self, other: Use) -> Use:

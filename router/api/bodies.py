@@ -106,16 +106,11 @@ class InvalidBodyError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What bodies are checked against.
-
-    Attributes:
-        tiers: That requests may name.
-        tier_policy: Of a tier named as a model, if the request says none.
-    """
+    """What bodies are checked against."""
 
     limits: LimitSettings = field(default_factory=LimitSettings)
-    tiers: tuple[TierName, ...] = STANDARD_TIERS
-    tier_policy: TierPolicy = "require"
+    tiers: tuple[TierName, ...] = STANDARD_TIERS  # that requests may name
+    tier_policy: TierPolicy = "require"  # of a tier named as a model, if the request says none
 
     @classmethod
     def of(cls, settings: Settings) -> Rules:

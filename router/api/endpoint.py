@@ -65,35 +65,25 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What endpoints need.
-
-    Attributes:
-        rules: What bodies are checked against.
-        streams: Those that outlive their connections.
-    """
+    """What endpoints need."""
 
     pipeline: Pipeline
     settings: Settings
-    rules: Rules
-    streams: ResumableStreams
+    rules: Rules  # what bodies are checked against
+    streams: ResumableStreams  # those that outlive their connections
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One way to ask for an answer.
-
-    Attributes:
-        parse: Reads a body; raises ``InvalidBodyError``, ``UnknownModelError`` or ``BeyondKeyError``.
-        encoder: Returns what writes the events of a streamed answer.
-        whole: Returns an answer that is not streamed, and its media type.
-        resumes: Whether ``Last-Event-ID`` goes on with a stream.
-    """
+    """One way to ask for an answer."""
 
     path: str
+    # reads a body; raises ``InvalidBodyError``, ``UnknownModelError`` or ``BeyondKeyError``
     parse: Callable[[bytes, RequestContext, Service], Call]
-    encoder: Callable[[Call, ActiveRequest], Encoder]
+    encoder: Callable[[Call, ActiveRequest], Encoder]  # returns what writes the events of a streamed answer
+    # returns an answer that is not streamed, and its media type
     whole: Callable[[Call, ActiveRequest], Awaitable[tuple[bytes, str]]]
-    resumes: bool = False
+    resumes: bool = False  # whether ``Last-Event-ID`` goes on with a stream
 
     async def read(self, body: bytes, context: RequestContext, service: Service) -> Call:
         """Return the call that a body asks for, cut where its caller has asked for it and it fits no context."""

@@ -28,15 +28,10 @@ ANY_TIER = {"auto": "auto", "qarr": "auto"}
 
 
 class Choice(NamedTuple):
-    """What a model name asks for.
+    """What a model name asks for."""
 
-    Attributes:
-        tier: A tier, or ``auto``.
-        adapter: The LoRA adapter of that name; None: the name is none of an adapter.
-    """
-
-    tier: str = "auto"
-    adapter: str | None = None
+    tier: str = "auto"  # a tier, or ``auto``
+    adapter: str | None = None  # the LoRA adapter of that name; None: the name is none of an adapter
 
 
 _CHOICES = {name: Choice(tier) for name, tier in [*ANY_TIER.items(), *zip(STANDARD_TIERS, STANDARD_TIERS, strict=True)]}
@@ -180,14 +175,10 @@ SERVING, NOT_SERVING = 0, -10  # OpenRouter's best and worst status
 
 @dataclass(frozen=True, slots=True)
 class ModelEndpoints:
-    """The endpoint ``GET /v1/models/{id}/endpoints``.
-
-    Attributes:
-        waiting: Requests in the router's queue that a tier may serve.
-    """
+    """The endpoint ``GET /v1/models/{id}/endpoints``."""
 
     models: Models
-    waiting: Callable[[TierName], int]
+    waiting: Callable[[TierName], int]  # requests in the router's queue that a tier may serve
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with the tiers behind one model. Where engines are is not told to anybody."""

@@ -44,17 +44,13 @@ _ASIDE = {"tool_use", "tool_result", "tool_reference", "thinking", "redacted_thi
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation as a chat of texts.
+    """A conversation as a chat of texts."""
 
-    Attributes:
-        turns: Messages with a role and a text, the system prompt first.
-        extras: Further texts that are read: tools, calls of them, and what these returned.
-        others: Kinds of parts that are not text.
-    """
-
+    # messages with a role and a text, the system prompt first
     turns: list[dict[str, Any]] = field(default_factory=list)
+    # further texts that are read: tools, calls of them, and what these returned
     extras: list[str] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)  # kinds of parts that are not text
 
     def add(self, role: Any, text: str) -> None:
         self.turns.append({"role": role, "content": text})
@@ -165,18 +161,12 @@ def _named_sessions(document: JsonObject) -> tuple[Any, ...]:
 
 
 class _Api(NamedTuple):
-    """What is different between the two.
-
-    Attributes:
-        read: Reads the conversation that a body holds.
-        limit: The body's member that bounds the output tokens.
-        answers: How engines' answers are read.
-    """
+    """What is different between the two."""
 
     path: str
-    read: Callable[[JsonObject], Conversation]
-    limit: str
-    answers: AnswerFormat
+    read: Callable[[JsonObject], Conversation]  # reads the conversation that a body holds
+    limit: str  # the body's member that bounds the output tokens
+    answers: AnswerFormat  # how engines' answers are read
 
 
 def _parse(api: _Api, body: bytes, context: RequestContext, service: Service) -> Call:

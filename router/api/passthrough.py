@@ -102,18 +102,12 @@ class AskedEngine:
 
 @dataclass(frozen=True, slots=True)
 class SmallRequest:
-    """A request that is passed on without a lease.
-
-    Attributes:
-        pool: Whose it waits for, where an engine has many of them.
-        engines: That may answer, in order.
-        tokens: For the quota.
-    """
+    """A request that is passed on without a lease."""
 
     path: str
-    pool: Pool
-    engines: tuple[AskedEngine, ...]
-    tokens: int
+    pool: Pool  # whose it waits for, where an engine has many of them
+    engines: tuple[AskedEngine, ...]  # that may answer, in order
+    tokens: int  # for the quota
 
 
 async def pass_on(deps: Passthrough, context: RequestContext, small: SmallRequest, send: Send) -> None:

@@ -86,23 +86,18 @@ class DrainingError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error as the caller sees it.
-
-    Attributes:
-        kind: The last part of the problem's type and, with underscores, OpenAI's code.
-        openai: Status and code under ``/v1``, if OpenAI's differ; Anthropic's status is the same.
-        headers: Additional headers.
-    """
+    """An error as the caller sees it."""
 
     status: int
-    kind: str
+    kind: str  # the last part of the problem's type and, with underscores, OpenAI's code
     title: str
     detail: str
     errors: tuple[FieldProblem, ...] = ()
     retry_after_s: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    # status and code under ``/v1``, if OpenAI's differ; Anthropic's status is the same
     openai: tuple[int, str] | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)  # additional headers
 
     def body(self, ids: Mapping[str, str]) -> dict[str, Any]:
         return {

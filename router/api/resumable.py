@@ -44,15 +44,7 @@ class ResumedElsewhereError(Exception):
 
 
 class ResumableStream:
-    """One stream and its kept events. Events are numbered from 1.
-
-    Attributes:
-        id: Secret: only the caller knows it.
-        owner: Id of the caller's key.
-        headers: Of the answer; None until it begins.
-        oldest: Number of the oldest kept event.
-        over: Whether the last event has been made.
-    """
+    """One stream and its kept events. Events are numbered from 1."""
 
     __slots__ = (
         "_ending", "_events", "_expiry", "_fault", "_max_bytes", "_news", "_reader", "_room", "_size", "_taken",
@@ -60,10 +52,10 @@ class ResumableStream:
     )  # fmt: skip
 
     def __init__(self, owner: str, max_bytes: int) -> None:
-        self.id = secrets.token_urlsafe(12)
-        self.owner = owner
-        self.headers: Mapping[str, str] | None = None
-        self.over = False
+        self.id = secrets.token_urlsafe(12)  # secret: only the caller knows it
+        self.owner = owner  # id of the caller's key
+        self.headers: Mapping[str, str] | None = None  # of the answer; None until it begins
+        self.over = False  # whether the last event has been made
         self.task: asyncio.Task[None] | None = None
         self._expiry: asyncio.TimerHandle | None = None
         self._max_bytes = max_bytes
@@ -71,7 +63,7 @@ class ResumableStream:
         self._waiting: list[bytes] = []  # for room
         self._ending = False
         self._size = self._taken = 0
-        self.oldest = 1
+        self.oldest = 1  # number of the oldest kept event
         self._reader: object | None = None
         self._fault: Exception | None = None
         self._news, self._room = Signal(), Signal()

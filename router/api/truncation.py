@@ -27,16 +27,11 @@ CLOSE = 4  # tokens that a cut text may be shorter than it could be: nearer take
 
 @dataclass(frozen=True, slots=True)
 class Cutter:
-    """What cuts one request.
-
-    Attributes:
-        before: Tokens of its longest prompt as it came.
-        room: Tokens that its prompt may have.
-    """
+    """What cuts one request."""
 
     how: Truncate
-    before: int
-    room: int
+    before: int  # tokens of its longest prompt as it came
+    room: int  # tokens that its prompt may have
     counter: TokenCounter
     template: TemplateTokens
 

@@ -86,46 +86,31 @@ class Limit(NamedTuple):
 
 
 class Account(NamedTuple):
-    """What has budgets: a key, or a team whose keys share them.
+    """What has budgets: a key, or a team whose keys share them."""
 
-    Attributes:
-        id: ``key:`` and the key's id, or ``team:`` and the team's name.
-        title: For its callers.
-    """
-
-    id: str
-    title: str
+    id: str  # ``key:`` and the key's id, or ``team:`` and the team's name
+    title: str  # for its callers
     limits: tuple[Limit, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sends a request, and what the key allows.
+    """Who sends a request, and what the key allows."""
 
-    Attributes:
-        key_id: Names the key in logs; not secret. Empty for callers without a key.
-        tiers: That it may use; None: all.
-        over: What happens to a hint or priority beyond what is allowed: lowered and disclosed, or refused.
-        admin: May operate on replicas, and see everybody's requests.
-        team: That the key belongs to; empty: none.
-        accounts: Whose budgets its requests count against: its own, and its team's.
-        over_budget: What happens to a request beyond them: it is refused, or only the cheapest tier may serve it.
-        expires: When the key ends to be valid; None: never.
-        overflow: Whether its prompts may leave the fleet when every tier is full.
-    """
-
-    key_id: str
+    key_id: str  # names the key in logs; not secret. Empty for callers without a key
     name: str
-    tiers: frozenset[TierName] | None = None
+    tiers: frozenset[TierName] | None = None  # that it may use; None: all
+    # what happens to a hint or priority beyond what is allowed: lowered and disclosed, or refused
     over: Literal["clamp", "refuse"] = "clamp"
     max_priority: Priority = "interactive"
     quota: Quota | None = None
-    admin: bool = False
-    team: str = ""
-    accounts: tuple[Account, ...] = ()
+    admin: bool = False  # may operate on replicas, and see everybody's requests
+    team: str = ""  # that the key belongs to; empty: none
+    accounts: tuple[Account, ...] = ()  # whose budgets its requests count against: its own, and its team's
+    # what happens to a request beyond them: it is refused, or only the cheapest tier may serve it
     over_budget: Literal["refuse", "cheapest"] = "refuse"
-    expires: datetime | None = None
-    overflow: bool = False
+    expires: datetime | None = None  # when the key ends to be valid; None: never
+    overflow: bool = False  # whether its prompts may leave the fleet when every tier is full
 
     @property
     def sees_all(self) -> bool:

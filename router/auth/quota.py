@@ -60,38 +60,24 @@ class OverQuotaError(Exception):
 
 
 class QuotaState(NamedTuple):
-    """What a key has used of its quota, after a request was admitted or denied.
+    """What a key has used of its quota, after a request was admitted or denied."""
 
-    Attributes:
-        denied: The limit that the request would break; None: it is admitted.
-        requests: In the window.
-        tokens: In the window, taken in advance or used.
-        wait_s: Seconds until the denied resource suffices; of an admitted request, until the window is empty.
-        second: The ledger's second in which the request was counted.
-    """
-
-    denied: Resource | None
-    requests: int
-    tokens: int
-    wait_s: float
-    second: int
+    denied: Resource | None  # the limit that the request would break; None: it is admitted
+    requests: int  # in the window
+    tokens: int  # in the window, taken in advance or used
+    wait_s: float  # seconds until the denied resource suffices; of an admitted request, until the window is empty
+    second: int  # the ledger's second in which the request was counted
 
 
 class Refund(NamedTuple):
-    """What a request took and gives back to a ledger: its slot, and of a second's counts what was not used.
-
-    Attributes:
-        second: The ledger's second in which it was taken; None: not known, because Redis' answer did not come.
-        tokens: Below 0: more were used than taken; they count in the present second.
-        due: When it is certain whether Redis took it, by the monotonic clock.
-    """
+    """What a request took and gives back to a ledger: its slot, and of a second's counts what was not used."""
 
     key_id: str
-    second: int | None
+    second: int | None  # the ledger's second in which it was taken; None: not known, because Redis' answer did not come
     requests: int
-    tokens: int
+    tokens: int  # below 0: more were used than taken; they count in the present second
     slot: str
-    due: float = 0.0
+    due: float = 0.0  # when it is certain whether Redis took it, by the monotonic clock
 
 
 @dataclass(slots=True, eq=False)

@@ -71,9 +71,6 @@ class IssuerError(KeysError):
 class Tokens:
     """Checks the tokens of one issuer, by a monotonic clock. One event loop owns it.
 
-    Attributes:
-        fault: Why its keys could not be read the last time; empty: they could.
-
     Raises:
         KeysError: The keys are in a file that cannot be used.
     """
@@ -85,7 +82,7 @@ class Tokens:
         self._signers: dict[str | None, Signer] = {}
         self._read_at: float | None = None  # when the keys were last read, by the monotonic clock
         self._tried_at: float | None = None
-        self.fault = ""
+        self.fault = ""  # why its keys could not be read the last time; empty: they could
         self._fetching: asyncio.Task[None] | None = None
         self._known: dict[bytes, tuple[float, Caller]] = {}  # when it expires, by a token's hash
         self._teams = NO_TEAMS

@@ -85,28 +85,17 @@ def speed_machine(settings: Settings) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Everything that is started together, checked before anything starts.
-
-    Attributes:
-        specs: The tiers, by rising precision.
-        launches: Engines to start here at once; none if checkpoints are missing.
-        plan: How they share the machine.
-        counter: Counts tokens as the engines do, once there is a checkpoint.
-        model: The model's name.
-        missing: Tiers to run here whose checkpoints must be made first.
-        tokenizer: Folder of the model's tokenizer; None: none is known yet.
-        ray: Engines to place on a Ray cluster; None: none.
-    """
+    """Everything that is started together, checked before anything starts."""
 
     settings: Settings
-    specs: tuple[TierSpec, ...]
-    launches: tuple[EngineLaunch, ...]
-    plan: Plan
-    counter: TokenCounter
-    model: str
-    missing: tuple[TierName, ...] = ()
-    tokenizer: Path | None = None
-    ray: RayOptions | None = None
+    specs: tuple[TierSpec, ...]  # the tiers, by rising precision
+    launches: tuple[EngineLaunch, ...]  # engines to start here at once; none if checkpoints are missing
+    plan: Plan  # how they share the machine
+    counter: TokenCounter  # counts tokens as the engines do, once there is a checkpoint
+    model: str  # the model's name
+    missing: tuple[TierName, ...] = ()  # tiers to run here whose checkpoints must be made first
+    tokenizer: Path | None = None  # folder of the model's tokenizer; None: none is known yet
+    ray: RayOptions | None = None  # engines to place on a Ray cluster; None: none
 
     @property
     def local(self) -> frozenset[TierName]:

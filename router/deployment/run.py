@@ -72,21 +72,14 @@ def check_files(settings: Settings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StartObserver:
-    """Callbacks for the progress of a start.
+    """Callbacks for the progress of a start."""
 
-    Attributes:
-        changed: Called when a replica changes state.
-        up: Called once, when no tier is starting any more.
-        serving: Called once, when one tier is ready while others are starting.
-        planned: Called once with the plan and the tiers, if checkpoints are made first.
-        step: Called with a line for each step of making checkpoints.
-    """
-
-    changed: Callable[[Replica], None]
-    up: Callable[[Fleet], None]
-    serving: Callable[[Fleet], None]
+    changed: Callable[[Replica], None]  # called when a replica changes state
+    up: Callable[[Fleet], None]  # called once, when no tier is starting any more
+    serving: Callable[[Fleet], None]  # called once, when one tier is ready while others are starting
+    # called once with the plan and the tiers, if checkpoints are made first
     planned: Callable[[Plan, tuple[TierSpec, ...]], None]
-    step: Callable[[str], None]
+    step: Callable[[str], None]  # called with a line for each step of making checkpoints
 
 
 async def run(

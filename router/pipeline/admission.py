@@ -43,16 +43,11 @@ TICK_S = 0.1  # slots free by time as well: engines get ready, breakers half-ope
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What an admitted request computes on.
+    """What an admitted request computes on."""
 
-    Attributes:
-        decision: The one that admitted it.
-        waited_ms: The request's time in the queue.
-    """
-
-    decision: Decision
+    decision: Decision  # the one that admitted it
     lease: Lease
-    waited_ms: float = 0.0
+    waited_ms: float = 0.0  # the request's time in the queue
 
 
 @dataclass(slots=True, eq=False)

@@ -104,19 +104,14 @@ class StopStringJoiner:
 
 @dataclass(slots=True)
 class _Seam:
-    """Where one engine's part of an answer is joined to what came before it.
-
-    Attributes:
-        begins: Characters of the answer before it.
-        sent: Characters of the answer so far.
-    """
+    """Where one engine's part of an answer is joined to what came before it."""
 
     joiner: StopStringJoiner
     progress: Progress
     resumption: Resumption
     out: Feed
-    begins: int
-    sent: int = field(init=False)
+    begins: int  # characters of the answer before it
+    sent: int = field(init=False)  # characters of the answer so far
 
     def __post_init__(self) -> None:
         self.sent = self.begins
@@ -144,19 +139,14 @@ class _Seam:
 
 @dataclass(frozen=True, slots=True)
 class Failover:
-    """What continues answers whose engine fails.
-
-    Attributes:
-        attempts: Most continuations of one answer.
-        default_max_tokens: What a tier's context must leave for a request without a limit of its own.
-    """
+    """What continues answers whose engine fails."""
 
     fleet: Fleet
     policy: PolicyStore
     upstream: Upstream
     telemetry: Telemetry
-    attempts: int
-    default_max_tokens: int
+    attempts: int  # most continuations of one answer
+    default_max_tokens: int  # what a tier's context must leave for a request without a limit of its own
 
 
 @dataclass(frozen=True, slots=True)

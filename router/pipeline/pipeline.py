@@ -59,15 +59,7 @@ class AnswerObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Decides and serves. Wired once, in ``router.app.App``.
-
-    Attributes:
-        failover: Continues answers whose engine fails.
-        overflow: Answers requests that no tier has a slot for, where it may.
-        decisions: The decision log; None: none is written.
-        prompt_observer: None: no prompt is sampled.
-        answer_observer: None: no answer is evaluated.
-    """
+    """Decides and serves. Wired once, in ``router.app.App``."""
 
     fleet: Fleet
     counter: TokenCounter
@@ -75,13 +67,13 @@ class Pipeline:
     quotas: Quotas
     charging: Charging
     admission: Admission
-    failover: Failover
-    overflow: Overflow
+    failover: Failover  # continues answers whose engine fails
+    overflow: Overflow  # answers requests that no tier has a slot for, where it may
     registry: RequestRegistry
-    decisions: DecisionLog | None
+    decisions: DecisionLog | None  # the decision log; None: none is written
     telemetry: Telemetry
-    prompt_observer: PromptObserver | None
-    answer_observer: AnswerObserver | None
+    prompt_observer: PromptObserver | None  # None: no prompt is sampled
+    answer_observer: AnswerObserver | None  # None: no answer is evaluated
 
     def decide(self, call: Call, *, serve: bool = True) -> Decision:
         """Classify a request and decide.

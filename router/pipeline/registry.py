@@ -48,50 +48,32 @@ State = Literal["waiting", "prefill", "decode"]
 
 
 class Diverted(NamedTuple):
-    """What became of a request that no tier had a slot for.
+    """What became of a request that no tier had a slot for."""
 
-    Attributes:
-        name: Of the overflow.
-        waited_ms: Its time in the queue before.
-        at: When it was sent, in seconds by the monotonic clock.
-        failure: Why the overflow does not answer: ``full``, ``paused`` after failures, ``unsupported``: it was not asked;
-            ``failed``, ``cancelled`` before its first token: it was. None: it does, or has not begun.
-    """
-
-    name: str
-    waited_ms: float
-    at: float
+    name: str  # of the overflow
+    waited_ms: float  # its time in the queue before
+    at: float  # when it was sent, in seconds by the monotonic clock
+    # why the overflow does not answer: ``full``, ``paused`` after failures, ``unsupported``: it was not asked;
+    # ``failed``, ``cancelled`` before its first token: it was. None: it does, or has not begun
     failure: str | None = None
 
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
-    """A request that is being served.
-
-    Attributes:
-        slot: None while it waits.
-        sent: When it was admitted, in seconds by the monotonic clock.
-        answer: None until it has begun.
-        quota: Taken in advance; None: not yet, or its caller has no limits.
-        budget: Reserved; None: not yet, or its caller has none.
-        used: Prompt and output tokens; None: it was not served, and does not count.
-        usage: What tiers have computed of it, once that is known; only of callers with a key.
-        cost: Charged to its caller's budgets; None: it has none.
-        diverted: What became of it at the overflow; None: it was not sent there.
-    """
+    """A request that is being served."""
 
     context: RequestContext
     decision: Decision
     priority: Priority
-    slot: Slot | None = None
-    sent: float = 0.0
-    answer: EngineAnswer | None = None
-    quota: QuotaGrant | None = None
-    budget: Reservation | None = None
-    used: int | None = None
-    usage: tuple[TierUsage, ...] = ()
-    cost: Cost | None = None
-    diverted: Diverted | None = None
+    slot: Slot | None = None  # None while it waits
+    sent: float = 0.0  # when it was admitted, in seconds by the monotonic clock
+    answer: EngineAnswer | None = None  # None until it has begun
+    quota: QuotaGrant | None = None  # taken in advance; None: not yet, or its caller has no limits
+    budget: Reservation | None = None  # reserved; None: not yet, or its caller has none
+    used: int | None = None  # prompt and output tokens; None: it was not served, and does not count
+    usage: tuple[TierUsage, ...] = ()  # what tiers have computed of it, once that is known; only of callers with a key
+    cost: Cost | None = None  # charged to its caller's budgets; None: it has none
+    diverted: Diverted | None = None  # what became of it at the overflow; None: it was not sent there
 
     @property
     def state(self) -> State:

@@ -20,25 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """One waiting request. Times are seconds by the monotonic clock.
+    """One waiting request. Times are seconds by the monotonic clock."""
 
-    Attributes:
-        key_id: Of the caller's key.
-        rank: Its priority class, lower first.
-        since: When it came.
-        deadline: When it wants its first token.
-        tiers: That could serve it when ready and free.
-        slots: That it takes.
-        long: Whether its prompt is too long for a replica with a full KV cache.
-    """
-
-    key_id: str
-    rank: int
-    since: float
-    deadline: float
-    tiers: frozenset[TierName]
-    slots: int
-    long: bool
+    key_id: str  # of the caller's key
+    rank: int  # its priority class, lower first
+    since: float  # when it came
+    deadline: float  # when it wants its first token
+    tiers: frozenset[TierName]  # that could serve it when ready and free
+    slots: int  # that it takes
+    long: bool  # whether its prompt is too long for a replica with a full KV cache
 
 
 E = TypeVar("E", bound=Waiter)
@@ -66,16 +56,12 @@ class _KindQueue(Generic[E]):
 
 
 class RequestQueue(Generic[E]):
-    """All waiting requests. A change of ``held``, the slots that each key holds, changes the order.
-
-    Attributes:
-        count: Of all of them.
-    """
+    """All waiting requests. A change of ``held``, the slots that each key holds, changes the order."""
 
     def __init__(self, held: Mapping[str, int]) -> None:
         self._held = held
         self._queues: dict[tuple[frozenset[TierName], bool, int], _KindQueue[E]] = {}
-        self.count = 0
+        self.count = 0  # of all of them
 
     def add(self, waiter: E) -> None:
         self._queues.setdefault(_kind(waiter), _KindQueue(waiter.tiers)).add(waiter)

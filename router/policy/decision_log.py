@@ -104,64 +104,45 @@ class PolicyRecord:
 
 @dataclass(frozen=True, slots=True)
 class DecisionRecord:
-    """One decision, with everything that it was made from.
+    """One decision, with everything that it was made from."""
 
-    Attributes:
-        at: Seconds since 1970.
-        policy: Digest of the parameters.
-        tier: What was decided; None: refused.
-        priority: In vLLM's numbers, lower first.
-    """
-
-    at: float
+    at: float  # seconds since 1970
     request_id: str
-    policy: str
+    policy: str  # digest of the parameters
     query: Query
     fleet: LoggedFleet
-    tier: TierName | None
+    tier: TierName | None  # what was decided; None: refused
     refusal: Refusal | None
     reason: str
     predicted_ttft_ms: float | None
     predicted_tpot_ms: float | None
-    priority: int = 0
+    priority: int = 0  # in vLLM's numbers, lower first
     kind: Literal["decision"] = "decision"
 
 
 @dataclass(frozen=True, slots=True)
 class OutcomeRecord:
-    """How a request ended. Times in milliseconds; None: not measured.
-
-    Attributes:
-        tier: The tier that served it, not always the one that was decided on.
-        ttft_ms: From the request's arrival, queue included.
-        error: The kind of error that it ended with.
-    """
+    """How a request ended. Times in milliseconds; None: not measured."""
 
     request_id: str
-    tier: TierName
+    tier: TierName  # the tier that served it, not always the one that was decided on
     prompt_tokens: int
     output_tokens: int
-    ttft_ms: float | None
+    ttft_ms: float | None  # from the request's arrival, queue included
     tpot_ms: float | None
-    error: str | None = None
+    error: str | None = None  # the kind of error that it ended with
     kind: Literal["outcome"] = "outcome"
 
 
 @dataclass(frozen=True, slots=True)
 class OverflowRecord:
-    """A request that no tier had a slot for, and that another server was to answer.
-
-    Attributes:
-        overflow: The server's name.
-        failure: Why it did not answer; None: it did.
-        error: The kind of error that the request ended with.
-    """
+    """A request that no tier had a slot for, and that another server was to answer."""
 
     request_id: str
-    overflow: str
-    failure: str | None
+    overflow: str  # the server's name
+    failure: str | None  # why it did not answer; None: it did
     output_tokens: int = 0
-    error: str | None = None
+    error: str | None = None  # the kind of error that the request ended with
     kind: Literal["overflow"] = "overflow"
 
 

@@ -56,9 +56,6 @@ class AutoProfile:
         policy: Loads new profiles.
         model: The served model's display name.
         requests: Number of requests so far, and of those that are open.
-
-    Attributes:
-        client: Of the engines, while they are idle.
     """
 
     def __init__(
@@ -71,7 +68,7 @@ class AutoProfile:
     ) -> None:
         self._fleet, self._policy = fleet, policy
         self._folder, self._latency_s = settings.policy.profiles, settings.profile.latency_s
-        self.client = IdleClient(fleet, model, settings.profile.idle_s, requests)
+        self.client = IdleClient(fleet, model, settings.profile.idle_s, requests)  # of the engines, while they are idle
         self._tried: set[Attempt] = set()
         why = ""
         if not settings.profile.auto:

@@ -36,52 +36,34 @@ def first_of(errors: BaseExceptionGroup[ProfileError]) -> ProfileError:
 
 
 class MeasuredTier(NamedTuple):
-    """A ready tier.
+    """A ready tier."""
 
-    Attributes:
-        identity: Digest or URL of what it serves.
-        replicas: Number of ready ones.
-        adapters: LoRA adapters that it offers.
-    """
-
-    identity: str | None
-    replicas: int
+    identity: str | None  # digest or URL of what it serves
+    replicas: int  # number of ready ones
     max_num_seqs: int
     max_model_len: int
-    adapters: Sequence[str] = ()
+    adapters: Sequence[str] = ()  # LoRA adapters that it offers
 
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """The fleet as measurements need it.
-
-    Attributes:
-        checkpoints: Digest or URL of what each tier serves, ready or not.
-        tiers: The ready ones.
-        in_flight: Requests on all replicas.
-        served: Requests that all replicas have completed.
-        measuring: What the router measures itself now; None: nothing.
-    """
+    """The fleet as measurements need it."""
 
     model: str
     machine: str
-    checkpoints: Mapping[TierName, str | None]
-    tiers: Mapping[TierName, MeasuredTier]
-    in_flight: int = 0
-    served: int = 0
-    measuring: str | None = None
+    checkpoints: Mapping[TierName, str | None]  # digest or URL of what each tier serves, ready or not
+    tiers: Mapping[TierName, MeasuredTier]  # the ready ones
+    in_flight: int = 0  # requests on all replicas
+    served: int = 0  # requests that all replicas have completed
+    measuring: str | None = None  # what the router measures itself now; None: nothing
 
 
 class Timed(NamedTuple):
-    """One timed answer. Start and end by the monotonic clock in seconds.
-
-    Attributes:
-        tpot_ms: None for fewer than two tokens, or if all came at once.
-    """
+    """One timed answer. Start and end by the monotonic clock in seconds."""
 
     prompt_tokens: int
     ttft_ms: float
-    tpot_ms: float | None
+    tpot_ms: float | None  # None for fewer than two tokens, or if all came at once
     started: float
     ended: float
 

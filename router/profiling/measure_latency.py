@@ -34,20 +34,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LatencyPlan:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        step_s: Approximate duration of one step in seconds; bounds prompt and answer lengths on slow tiers.
-        tiers: The tiers to measure; empty: all ready ones.
-        budget_s: Approximate duration of all steps in seconds; long prompts and large batches that the fit does not need
-            are skipped for it.
-        attempts: At a step that others' requests disturb.
-    """
-
-    step_s: float
-    tiers: tuple[TierName, ...] = ()
+    step_s: float  # approximate duration of one step in seconds; bounds prompt and answer lengths on slow tiers
+    tiers: tuple[TierName, ...] = ()  # the tiers to measure; empty: all ready ones
+    # approximate duration of all steps in seconds; long prompts and large batches that the fit does not need are
+    # skipped for it
     budget_s: float = math.inf
-    attempts: float = 3
+    attempts: float = 3  # at a step that others' requests disturb
 
 
 async def measure_latency(

@@ -38,28 +38,18 @@ CHARS_PER_TOKEN = 4.0  # of long prompts: those that may be too long for a tier 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        tasks: In the order in which they are asked, within a kind.
-        name: Of the tasks, for people.
-        journal: File of judged answers, in JSON lines.
-        parallel: Tasks at a time; None: as many as the tiers' engines compute at once.
-        diagnosed: Answers of each kind and tier that are scored as well.
-        adapter: The LoRA adapter that answers on every tier, the reference too; None: the model itself.
-        worth: What one more answer of a kind tells about a tier; nothing is asked where it is 0. None: ask everything.
-        keep: Takes what is known so far, now and then.
-        runs: Runs the code of an answer with a test; None: tasks that need it are left out.
-    """
-
-    tasks: tuple[Task, ...]
-    name: str
-    journal: Path
-    parallel: int | None = None
-    diagnosed: int = DIAGNOSED
-    adapter: str | None = None
+    tasks: tuple[Task, ...]  # in the order in which they are asked, within a kind
+    name: str  # of the tasks, for people
+    journal: Path  # file of judged answers, in JSON lines
+    parallel: int | None = None  # tasks at a time; None: as many as the tiers' engines compute at once
+    diagnosed: int = DIAGNOSED  # answers of each kind and tier that are scored as well
+    adapter: str | None = None  # the LoRA adapter that answers on every tier, the reference too; None: the model itself
+    # what one more answer of a kind tells about a tier; nothing is asked where it is 0. None: ask everything
     worth: Callable[[TierName, Kind], float] | None = None
-    keep: Callable[[QualityProfile], None] | None = None
+    keep: Callable[[QualityProfile], None] | None = None  # takes what is known so far, now and then
+    # runs the code of an answer with a test; None: tasks that need it are left out
     runs: Callable[[str, str], Awaitable[bool]] | None = None
 
 

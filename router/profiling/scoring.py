@@ -42,19 +42,14 @@ class Scores(Frozen):
 
 
 class Judged(Frozen):
-    """One tier's answer to one task.
+    """One tier's answer to one task."""
 
-    Attributes:
-        task: Digest of the task.
-        scores: None: not scored.
-    """
-
-    task: str
+    task: str  # digest of the task
     prompt_class: PromptClass
     complexity: Complexity
     tier: TierName
     right: bool
-    scores: Scores | None = None
+    scores: Scores | None = None  # None: not scored
 
 
 def answer_body(messages: Sequence[Any], tokens: int, *, scored: bool) -> dict[str, Any]:

@@ -48,15 +48,11 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class Drift:
-    """The last answers of one class on one tier.
+    """The last answers of one class on one tier."""
 
-    Attributes:
-        answers: Of each, whether it is the reference's (None: it could not be compared), and its scores.
-        checked: Number of answers ever checked; ``compared``: of these, those that could be compared.
-    """
-
+    # of each, whether it is the reference's (None: it could not be compared), and its scores
     answers: deque[tuple[bool | None, Scores]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    checked: int = 0
+    checked: int = 0  # number of answers ever checked; ``compared``: of these, those that could be compared
     compared: int = 0
 
     def add(self, scores: Scores, *, same: bool | None) -> None:

@@ -140,16 +140,12 @@ def _control_socket(path: Path) -> Iterator[socket.socket]:
 
 
 class _Handover:
-    """The old router's side. A task answers each new router, so that a silent one delays no other.
-
-    Attributes:
-        peers: These tasks with their connections, the oldest first.
-    """
+    """The old router's side. A task answers each new router, so that a silent one delays no other."""
 
     def __init__(self, control: socket.socket, shared: socket.socket, version: str, leave: Callable[[], None]) -> None:
         self._control, self._shared, self._version, self._leave = control, shared, version, leave
         self._taken = False
-        self.peers: dict[asyncio.Task[None], socket.socket] = {}
+        self.peers: dict[asyncio.Task[None], socket.socket] = {}  # these tasks with their connections, the oldest first
 
     async def accept(self) -> None:
         """Answer new routers until cancelled; if too many are connected, end the oldest connection."""

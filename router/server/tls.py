@@ -29,17 +29,11 @@ class TlsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A certificate with its key, as loaded.
+    """A certificate with its key, as loaded."""
 
-    Attributes:
-        context: That shows it.
-        expires: When the first certificate of the chain does, in seconds since 1970.
-        state: Of its files.
-    """
-
-    context: ssl.SSLContext
-    expires: float
-    state: State
+    context: ssl.SSLContext  # that shows it
+    expires: float  # when the first certificate of the chain does, in seconds since 1970
+    state: State  # of its files
 
 
 def load_pair(settings: TlsSettings) -> Pair:
@@ -103,11 +97,7 @@ def _state(settings: TlsSettings) -> State:
 
 
 class Tls:
-    """What a server needs to speak TLS.
-
-    Attributes:
-        context: For all connections; each handshake gets the newest pair.
-    """
+    """What a server needs to speak TLS."""
 
     def __init__(self, settings: TlsSettings) -> None:
         """Load the pair.
@@ -117,7 +107,7 @@ class Tls:
         """
         self._settings, self._pair = settings, load_pair(settings)
         self._seen = self._pair.state
-        self.context = self._pair.context
+        self.context = self._pair.context  # for all connections; each handshake gets the newest pair
         self.context.sni_callback = self._choose  # called for clients without SNI too
 
     @property

@@ -50,17 +50,12 @@ log = logging.getLogger("qarr.request")
 
 @dataclass(slots=True)
 class RequestIds:
-    """The request that is being served.
-
-    Attributes:
-        began: When it arrived, by the monotonic clock.
-        recorded: Whether the line about the whole request was written.
-    """
+    """The request that is being served."""
 
     request_id: str
     trace_id: str
-    began: float
-    recorded: bool = False
+    began: float  # when it arrived, by the monotonic clock
+    recorded: bool = False  # whether the line about the whole request was written
 
 
 _REQUEST: ContextVar[RequestIds | None] = ContextVar("qarr_request", default=None)
@@ -131,13 +126,9 @@ def shown_ms(milliseconds: float | None) -> str:
 
 
 class Logging:
-    """The process's logging, to standard error and perhaps a file, until ``stop``.
+    """The process's logging, to standard error and perhaps a file, until ``stop``."""
 
-    Attributes:
-        current: The one that has taken over the process's log; None: nobody has.
-    """
-
-    current: ClassVar[Logging | None] = None
+    current: ClassVar[Logging | None] = None  # the one that has taken over the process's log; None: nobody has
 
     def __init__(self, telemetry: TelemetrySettings) -> None:
         self._telemetry = telemetry

@@ -80,36 +80,22 @@ _NOT_RESUMABLE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """What an engine is asked, without what depends on the replica.
+    """What an engine is asked, without what depends on the replica."""
 
-    Attributes:
-        document: The caller's body, passed on with as little change as routing needs; or the members of one of our own.
-        path: At the engine.
-        operation: In the GenAI conventions' words.
-        request_id: The caller's; an engine is given it with the attempt's number.
-        streamed: Whether the answer comes as events.
-        priority: For vLLM's scheduler, lower first; None leaves the body's own.
-        wants_usage: Whether an answer without token counts is not complete.
-        counts: Whether to ask for token counts at the end of a stream.
-        chat: Its messages, where the same could be asked of another tier; None where not.
-        resumption: What another engine needs to go on with a broken answer; None where none may.
-        adapter: The LoRA adapter that answers; None: the model itself.
-        continued_tokens: Of the answer so far, where this goes on with one.
-    """
-
+    # the caller's body, passed on with as little change as routing needs; or the members of one of our own
     document: JsonObject | Mapping[str, Any]
-    path: str = "/v1/chat/completions"
-    operation: str = "chat"
-    request_id: str
+    path: str = "/v1/chat/completions"  # at the engine
+    operation: str = "chat"  # in the GenAI conventions' words
+    request_id: str  # the caller's; an engine is given it with the attempt's number
     answers: AnswerFormat = COMPLETION_FORMAT
-    streamed: bool = True
-    priority: int | None = None
-    wants_usage: bool = False
-    counts: bool = True
-    chat: Sequence[Any] | None = None
-    resumption: Resumption | None = None
-    adapter: str | None = None
-    continued_tokens: int = 0
+    streamed: bool = True  # whether the answer comes as events
+    priority: int | None = None  # for vLLM's scheduler, lower first; None leaves the body's own
+    wants_usage: bool = False  # whether an answer without token counts is not complete
+    counts: bool = True  # whether to ask for token counts at the end of a stream
+    chat: Sequence[Any] | None = None  # its messages, where the same could be asked of another tier; None where not
+    resumption: Resumption | None = None  # what another engine needs to go on with a broken answer; None where none may
+    adapter: str | None = None  # the LoRA adapter that answers; None: the model itself
+    continued_tokens: int = 0  # of the answer so far, where this goes on with one
 
     @property
     def parameters(self) -> Mapping[str, float]:

@@ -80,23 +80,16 @@ class OverflowHold:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One request at one replica that has answered 200.
-
-    Attributes:
-        number: Attempts that failed before this one.
-        started: When it was sent, by the monotonic clock.
-        sent_at: When the request was first sent, to whichever replica.
-        token_timeout_s: Longest time between two tokens.
-    """
+    """One request at one replica that has answered 200."""
 
     tier: TierName
     lease: Lease | OverflowHold
     response: httpx.Response
     hop: Hop
-    number: int
-    started: float
-    token_timeout_s: float
-    sent_at: float
+    number: int  # attempts that failed before this one
+    started: float  # when it was sent, by the monotonic clock
+    token_timeout_s: float  # longest time between two tokens
+    sent_at: float  # when the request was first sent, to whichever replica
 
 
 class EngineAnswer(ABC):

@@ -25,15 +25,11 @@ class EngineUnreachableError(UpstreamError):
 
 
 class EngineFailedError(UpstreamError):
-    """The engine, or a proxy in front of it, answered with an error of its own.
-
-    Attributes:
-        retry_after_s: When it wants to be asked again; None: it does not say.
-    """
+    """The engine, or a proxy in front of it, answered with an error of its own."""
 
     def __init__(self, detail: str, retry_after_s: float | None = None) -> None:
         super().__init__(detail)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s = retry_after_s  # when it wants to be asked again; None: it does not say
 
 
 class EngineRefusedError(UpstreamError):

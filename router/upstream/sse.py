@@ -72,33 +72,20 @@ def cached_tokens_of(usage: Mapping[str, Any]) -> int | None:
 
 
 class Chunk(Struct, frozen=True):
-    """One event of a stream, read once. A completion's and a chat's chunks look the same here.
+    """One event of a stream, read once. A completion's and a chat's chunks look the same here."""
 
-    Attributes:
-        raw: The event as it came, without the empty line after it; empty for a chunk that failover has made.
-        text: Of the answer.
-        token_ids: Of the tokens computed for it, where they were asked for; their text may come with a later chunk.
-        prompt_ids: Of the prompt, where the engine tells them with it.
-        finish_reason: Of the choice that has ended; None: none has.
-        stop_reason: What stopped it, as the engine says it: a string, a token id or None.
-        other: It holds something that is not the answer's text: reasoning, or a tool call.
-        usage: The token counts that it holds, under OpenAI's names; None: it holds none.
-        choice: It has a choice; the chunk with token counts has none.
-        blank: Its choice says nothing at all.
-        last: It ends the stream, as ``[DONE]`` does where streams end with that.
-    """
-
-    raw: bytes = b""
-    text: str = ""
+    raw: bytes = b""  # the event as it came, without the empty line after it; empty for a chunk that failover has made
+    text: str = ""  # of the answer
+    # of the tokens computed for it, where they were asked for; their text may come with a later chunk
     token_ids: Sequence[int] = ()
-    prompt_ids: Sequence[int] = ()
-    finish_reason: str | None = None
-    stop_reason: Any = None
-    other: bool = False
-    usage: Mapping[str, Any] | None = None
-    choice: bool = False
-    blank: bool = False
-    last: bool = False
+    prompt_ids: Sequence[int] = ()  # of the prompt, where the engine tells them with it
+    finish_reason: str | None = None  # of the choice that has ended; None: none has
+    stop_reason: Any = None  # what stopped it, as the engine says it: a string, a token id or None
+    other: bool = False  # it holds something that is not the answer's text: reasoning, or a tool call
+    usage: Mapping[str, Any] | None = None  # the token counts that it holds, under OpenAI's names; None: it holds none
+    choice: bool = False  # it has a choice; the chunk with token counts has none
+    blank: bool = False  # its choice says nothing at all
+    last: bool = False  # it ends the stream, as ``[DONE]`` does where streams end with that
 
     @property
     def visible(self) -> bool:
@@ -176,19 +163,12 @@ def read_completion(content: bytes) -> WholeAnswer | None:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How the answers of one API are read.
+    """How the answers of one API are read."""
 
-    Attributes:
-        read_event: Reads one event of a stream, as ``parse_event``.
-        read_whole: Reads an answer that is not streamed, as ``read_completion``.
-        usual: Matches an event as vLLM writes it; others are written anew.
-        done: An event that ends a stream and is no chunk; empty: there is none.
-    """
-
-    read_event: Callable[[bytes], Chunk]
-    read_whole: Callable[[bytes], WholeAnswer | None]
-    usual: Callable[[bytes], object]
-    done: bytes = b""
+    read_event: Callable[[bytes], Chunk]  # reads one event of a stream, as ``parse_event``
+    read_whole: Callable[[bytes], WholeAnswer | None]  # reads an answer that is not streamed, as ``read_completion``
+    usual: Callable[[bytes], object]  # matches an event as vLLM writes it; others are written anew
+    done: bytes = b""  # an event that ends a stream and is no chunk; empty: there is none
 
 
 COMPLETION_FORMAT = AnswerFormat(parse_event, read_completion, re.compile(rb"data: \{[^\n]*+").fullmatch, DONE)

@@ -64,34 +64,22 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found.
+    """What one check found."""
 
-    Attributes:
-        group: ``settings``, ``machine``, ``files``, ``network`` or ``running``; ``CHECKS`` supplies it.
-        check: Name of the check; empty: the one in ``CHECKS``.
-        found: For a person.
-        then: What to do next; empty if nothing is to be done.
-    """
-
-    group: str
-    check: str
+    group: str  # ``settings``, ``machine``, ``files``, ``network`` or ``running``; ``CHECKS`` supplies it
+    check: str  # name of the check; empty: the one in ``CHECKS``
     health: Health
-    found: str
-    then: str = ""
+    found: str  # for a person
+    then: str = ""  # what to do next; empty if nothing is to be done
 
 
 @dataclass(frozen=True, slots=True)
 class CheckContext:
-    """What is checked.
-
-    Attributes:
-        url: URL of a running router; empty: that of the settings.
-        key: Key for that router.
-    """
+    """What is checked."""
 
     settings: Settings
-    url: str
-    key: str
+    url: str  # URL of a running router; empty: that of the settings
+    key: str  # key for that router
 
 
 def ok(found: str, check: str = "") -> Finding:
