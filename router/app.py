@@ -86,12 +86,7 @@ LEAST_REQUESTS = 64  # that engines may have at once, however few they are
 class App:
     """The router: its parts, wired once; new settings replace those that settings make.
 
-    Without ``operations`` and ``reloads`` operators can do none of them.
-
-    Attributes:
-        asgi: What the server calls.
-        state: Whether requests are taken, and how far they are.
-        tls: None: plain HTTP is served.
+    Without ``operations`` and ``reloads`` operators can do none of them. Without ``tls`` plain HTTP is served.
     """
 
     def __init__(
@@ -228,8 +223,7 @@ class App:
     def prepare(self, settings: Settings) -> Callable[[], None]:
         """Check new settings; return what makes the router take them, without disturbing open requests.
 
-        Raises:
-            ReloadError: A running router cannot take them.
+        ``ReloadError``: a running router cannot take them.
         """
         tls = self.tls
         if (tls is None) != (settings.tls.certificate is None):

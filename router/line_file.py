@@ -52,25 +52,14 @@ class Losses(logging.Handler):
 
 
 class PrivateFile(Losses, RotatingFileHandler):
-    """A rotated file that only its owner may read.
+    """A rotated file that only its owner may read; ``OSError`` if it cannot be opened.
 
     It is opened again if it was moved away or removed, as by another router on the same port during a takeover. What is no
-    regular file is never rotated.
-
-    Args:
-        path: The file.
-        max_bytes: Size at which it is renamed; 0: never.
-        kept: Number of old files that are kept.
-        what: Names it in the log.
-        delay: Open it with the first line: opening some files waits.
+    regular file is never rotated, nor is any if ``max_bytes`` is 0. With ``delay`` it is opened with the first line, since
+    opening some files waits. ``what`` names it in the log.
     """
 
     def __init__(self, path: Path, max_bytes: int, kept: int, what: str, *, delay: bool = False) -> None:
-        """Open the file.
-
-        Raises:
-            OSError: It cannot be opened.
-        """
         self.what, self._path = f"{what} {path}", path
         super().__init__(
             path, maxBytes=max_bytes, backupCount=kept, encoding="utf-8", errors="backslashreplace", delay=delay

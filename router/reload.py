@@ -46,8 +46,7 @@ class Reloads:
     async def reload(self) -> tuple[Change, ...]:
         """Read the settings, have all parts take them, and return what has changed.
 
-        Raises:
-            ReloadError: They are not valid, need a restart, or a part cannot take them: nothing has changed.
+        ``ReloadError``: they are not valid, need a restart, or a part cannot take them: nothing has changed.
         """
         async with self._lock:
             try:
@@ -83,11 +82,7 @@ class Reloads:
 
 
 def check_reloads(found: tuple[Change, ...]) -> None:
-    """Check that a running router can take over changes.
-
-    Raises:
-        ReloadError: One needs a restart.
-    """
+    """Raise ``ReloadError`` if a change needs a restart."""
     fixed = [str(change) for change in found if not change.reloads]
     if fixed:
         raise ReloadError(

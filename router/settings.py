@@ -117,14 +117,10 @@ class Settings(Section):
 
 
 def load_settings(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Settings:
-    """Read the settings.
+    """Read the settings: a TOML file (None: that of ``QARR_CONFIG``, if set), the environment, the command line.
 
-    Args:
-        path: TOML file; None: that of ``QARR_CONFIG``, if set.
-        overrides: Values from the command line, as a nested dictionary; ``None`` values are not set.
-
-    Raises:
-        SettingsError: A key is unknown, a value is not allowed, or the file cannot be read.
+    ``overrides`` is a nested dictionary; values that are None are not set. ``SettingsError``: a key is unknown, a value is
+    not allowed, or the file cannot be read.
     """
     _check_variables()
     named = path or os.environ.get("QARR_CONFIG")

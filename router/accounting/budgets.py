@@ -64,14 +64,9 @@ class Reserved(NamedTuple):
 
 
 class OverBudgetError(Exception):
-    """A budget is used up.
+    """A budget is used up: ``used`` millionths of it, with what is reserved.
 
-    Attributes:
-        account: Whose it is.
-        limit: Which of its budgets.
-        used: Millionths used and reserved.
-        renews: When it begins anew.
-        retry_after_s: Seconds until then; None: the request alone is larger than the budget.
+    ``retry_after_s`` None: the request alone is larger than the budget.
     """
 
     def __init__(self, hold: Hold, taken: Reserved, at: float, currency: str) -> None:

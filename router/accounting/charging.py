@@ -57,12 +57,10 @@ class Pricing:
 
 
 def pricing_of(specs: Sequence[TierSpec], prices: Mapping[TierName, float], replica_hour: float | None) -> Pricing:
-    """Return the pricing of a fleet.
+    """Return the pricing of a fleet, whose tiers come by rising precision.
 
-    Args:
-        specs: Of its tiers, by rising precision.
-        prices: Weights of an engine-second (``policy.prices``); without any, replicas are weighed by their GPUs.
-        replica_hour: Price of an hour of one replica of the highest tier; None: none is known.
+    ``prices`` are weights of an engine-second (``policy.prices``); without any, replicas are weighed by their GPUs.
+    ``replica_hour`` is the price of an hour of one replica of the highest tier; None: none is known.
     """
     highest = next((spec for spec in reversed(specs) if not spec.absent), specs[-1])
     raw = {spec.name: prices.get(spec.name, 1.0) if prices else float(spec.world_size) for spec in specs}
@@ -134,7 +132,6 @@ class Charging:
 
 
 def usage_of(decision: Decision, answer: EngineAnswer) -> tuple[TierUsage, ...]:
-    """Return what each tier computed of an answer and its continuations."""
     prompt = answer.usage.get("prompt_tokens", decision.query.tokens_to_read)
     parts = answer.parts
     done = max(answer.output_tokens - sum(part.output_tokens for part in parts), 0)

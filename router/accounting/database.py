@@ -52,9 +52,7 @@ class Database:
     async def change(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Return what ``work`` returns, run as one transaction in the thread; it runs even if the caller is cancelled.
 
-        Raises:
-            sqlite3.Error: The file cannot be used; nothing was changed.
-            OSError: Likewise.
+        If the file cannot be used, ``sqlite3.Error`` or ``OSError`` is raised, and nothing was changed.
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "qarr-usage")

@@ -31,12 +31,7 @@ REDIS_CONNECTIONS = 8
 
 
 class MemoryLedger:
-    """Counts in this process, on top of what is known to be used elsewhere.
-
-    Attributes:
-        timeout_s: For which it is waited for.
-        place: Where it counts, for people.
-    """
+    """Counts in this process, on top of what is known to be used elsewhere."""
 
     timeout_s = 2.0
     place = "memory"

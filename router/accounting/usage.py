@@ -61,16 +61,7 @@ class Use(NamedTuple):
 
 
 class UsageLog:
-    """Counts the requests of keys, and writes what they used.
-
-    Attributes:
-        observers: Called with each request's row and use, on the event loop.
-
-    Args:
-        database: Where it is written.
-        charging: What requests cost.
-        now: The clock, in seconds since 1970.
-    """
+    """Counts the requests of keys, and writes what they used; days are read from ``now``, in seconds since 1970."""
 
     def __init__(self, database: Database, charging: Charging, now: Callable[[], float] = time.time) -> None:
         self._database, self._charging, self._now = database, charging, now
@@ -100,12 +91,7 @@ class UsageLog:
                 log.error("the last usage could not be written: %s", error)  # noqa: TRY400  the text says enough
 
     async def write(self) -> None:
-        """Write what has been counted, and once a day remove old days.
-
-        Raises:
-            OSError: The file cannot be written; nothing is lost.
-            sqlite3.Error: Likewise.
-        """
+        """Write what has been counted, and once a day remove old days. ``OSError``, ``sqlite3.Error``: it is kept."""
         await self._count()
         if not self._unwritten:
             return
@@ -208,7 +194,6 @@ async def used_budgets(ledger: BudgetLedger, callers: Sequence[Caller], at: floa
 
 
 def summed(rows: Iterable[tuple[Row, Use]]) -> dict[tuple[str, str], Use]:
-    """Return what each key has used, by its id and team."""
     sums: dict[tuple[str, str], Use] = defaultdict(Use)
     for row, use in rows:
         sums[row.key, row.team] = sums[row.key, row.team].plus(use)
@@ -216,11 +201,7 @@ def summed(rows: Iterable[tuple[Row, Use]]) -> dict[tuple[str, str], Use]:
 
 
 def day_of(text: str) -> str:
-    """Return a day in the form in which it is kept.
-
-    Raises:
-        ValueError: It is none, or has another form.
-    """
+    """Return a day in the form in which it is kept; ``ValueError``: it is none, or has another form."""
     if date.fromisoformat(text).isoformat() != text:
         raise ValueError(text)
     return text

@@ -88,8 +88,6 @@ class Admin:
 
 
 def reload_route(reloads: Reloads, keys: KeyStore) -> Route:
-    """Return the route at which the router reads its settings again."""
-
     async def reload(request: Request) -> Response:
         check_admin(request, keys)
         found = await reloads.reload()
@@ -102,8 +100,7 @@ def reload_route(reloads: Reloads, keys: KeyStore) -> Route:
 def check_admin(request: Request, keys: KeyStore) -> None:
     """Accept admin keys; without keys, clients on this machine that are neither a proxy nor a web page.
 
-    Raises:
-        NotAdminError: Others.
+    Others get ``NotAdminError``.
     """
     if keys.required:
         if not context_of(request.scope).caller.admin:

@@ -160,7 +160,6 @@ def start_message(
 
 
 def body_message(data: bytes, *, more: bool) -> Message:
-    """Return the ASGI message that carries a part of a body."""
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 

@@ -77,7 +77,6 @@ def provider_allowed(tiers: Sequence[TierName]) -> dict[str, str]:
 
 
 def not_here(location: Sequence[Any]) -> bool:
-    """Tell whether a field that there is not here is one of OpenRouter's."""
     return len(location) > 1 and location[0] == "provider" and location[1] in NOT_HERE
 
 
@@ -181,7 +180,6 @@ class AdapterBody(BaseModel):
 
 
 def adapter_allowed(rules: Rules) -> dict[str, str]:
-    """Return the allowed values of each field of an ``AdapterBody``."""
     return {
         "name": "1 to 100 letters, digits and . _ / -, beginning with a letter or digit; no tier's name",
         "path": "a folder in the form of PEFT, on the engines' machine",
@@ -190,11 +188,6 @@ def adapter_allowed(rules: Rules) -> dict[str, str]:
 
 
 def parse_adapter(body: bytes, rules: Rules) -> AdapterBody:
-    """Parse a body.
-
-    Raises:
-        InvalidBodyError: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
-    """
     return parsed(AdapterBody, body, adapter_allowed, rules)
 
 
@@ -220,11 +213,7 @@ REMOVE_ALLOWED = {"now": "true or false; true: open requests are not waited for"
 
 
 def parse_replica(body: bytes, tiers: Collection[TierName]) -> tuple[TierName, str]:
-    """Return the tier and the address of an engine that is to be added.
-
-    Raises:
-        InvalidBodyError: The body is not UTF-8, not JSON, or a field is wrong; lists every problem.
-    """
+    """Return the tier and the address of an engine that is to be added; see ``parsed``."""
     found = parsed(ReplicaBody, body, lambda _: REPLICA_ALLOWED)
     for tier in tiers:
         if tier == found.tier:
@@ -233,11 +222,6 @@ def parse_replica(body: bytes, tiers: Collection[TierName]) -> tuple[TierName, s
 
 
 def parse_remove(body: bytes) -> RemoveBody:
-    """Parse a body.
-
-    Raises:
-        InvalidBodyError: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
-    """
     return parsed(RemoveBody, body or b"{}", lambda _: REMOVE_ALLOWED)
 
 
@@ -259,7 +243,6 @@ def parsed(
 
 
 def routing_allowed(rules: Rules) -> dict[str, str]:
-    """Return the allowed values of the routing options, in bodies and headers."""
     *others, last = ("auto", *rules.tiers)
     return {
         "tier": f"{', '.join(others)} or {last}",
@@ -343,7 +326,6 @@ def render_fleet(
 
 
 def render_preparing(preparing: Preparing) -> dict[str, Any]:
-    """Return what a tier still needs before it first serves, as JSON values."""
     remaining_s = preparing.remaining_s
     return {
         "what": preparing.what,
@@ -354,7 +336,6 @@ def render_preparing(preparing: Preparing) -> dict[str, Any]:
 
 
 def scope_of(*, everything: bool) -> Literal["all", "own"]:
-    """Return the scope of an answer: ``all``, or ``own``, the key's own requests and figures of all."""
     return "all" if everything else "own"
 
 

@@ -206,7 +206,6 @@ def answer_headers(active: ActiveRequest, settings: TelemetrySettings) -> dict[s
 
 
 def reason_of(decision: Decision, answer: EngineAnswer) -> str:
-    """Return why a tier serves an answer, for a person."""
     if answer.tier is decision.tier or answer.overflow is not None:
         return decision.reason
     return f"{decision.reason}; {decision.tier} failed before the first token, so {answer.tier} took over"

@@ -282,7 +282,6 @@ class TextEvents:
         return self._last(b"event: done\ndata: " + to_json(closing(self._answer)) + SEPARATOR)
 
     def failure(self, error: Exception) -> list[bytes]:
-        """Return the last event of an answer that could not be completed."""
         return self._last(describe(error).event(ErrorForm.PROBLEM, self._context.ids) + SEPARATOR)
 
     def _last(self, event: bytes) -> list[bytes]:

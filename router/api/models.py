@@ -47,7 +47,6 @@ class Models:
     created: int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with the models that the caller may use, or with one of them."""
         wanted, context = scope["path_params"].get("id"), context_of(scope)
         allowed = context.caller.tiers
         body = {"object": "list", "data": self._cards(allowed)} if wanted is None else self.card(wanted, allowed)
@@ -56,8 +55,7 @@ class Models:
     def card(self, wanted: str, allowed: frozenset[TierName] | None) -> dict[str, Any]:
         """Return what is told of one model, to a caller who may use some tiers (None: all).
 
-        Raises:
-            UnknownModelError: There is none of the name, or the caller may use no tier behind it.
+        ``UnknownModelError``: there is none of the name, or the caller may use no tier behind it.
         """
         choice = choice_of(wanted, self.settings, self.fleet)
         card = None if choice is None else self._card(wanted, choice, allowed)
@@ -98,7 +96,6 @@ class Models:
 
 
 def behind(tier: TierSnapshot) -> dict[str, Any]:
-    """Return one tier behind a model's name, in short."""
     spec = tier.spec
     return {
         "tier": spec.name,
@@ -111,11 +108,7 @@ def behind(tier: TierSnapshot) -> dict[str, Any]:
 
 
 def read_document(body: bytes) -> JsonObject:
-    """Parse a request's body.
-
-    Raises:
-        InvalidBodyError: It is not a JSON object.
-    """
+    """Parse a request's body; ``InvalidBodyError``: it is not a JSON object."""
     try:
         return JsonObject.parse(body)
     except NotJsonError as error:
@@ -123,7 +116,6 @@ def read_document(body: bytes) -> JsonObject:
 
 
 def model_names(settings: OpenAISettings, fleet: Fleet) -> dict[str, str]:
-    """Return every known model name, with what it stands for: a tier, or ``auto``."""
     return {**ANY_TIER, **{spec.name: spec.name for spec in fleet.specs}, **settings.aliases}
 
 
@@ -150,11 +142,7 @@ def choice_of(name: str, settings: OpenAISettings, fleet: Fleet) -> Choice | Non
 
 
 def resolve(document: JsonObject, settings: OpenAISettings, fleet: Fleet) -> Choice:
-    """Return what a body's model name asks for; ``auto`` if it names none, as vLLM allows.
-
-    Raises:
-        UnknownModelError: The name is not known.
-    """
+    """Return what a body's model name asks for; ``auto`` if it names none, as vLLM allows, or ``UnknownModelError``."""
     name = document.get("model")
     if name is None or name == "":
         return _CHOICES["auto"]

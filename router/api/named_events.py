@@ -93,7 +93,6 @@ def read_messages(document: JsonObject) -> Conversation:
 
 
 def read_input(document: JsonObject) -> Conversation:
-    """Read the body of a request for a response."""
     read = _begun(document, document.get("instructions"))
     given = document.get("input")
     if isinstance(given, str):
@@ -135,11 +134,7 @@ _NEEDS_STORE = {
 
 
 def read_response_body(document: JsonObject) -> Conversation:
-    """Read the body of a request for a response.
-
-    Raises:
-        InvalidBodyError: It asks for what needs stored responses.
-    """
+    """Read the body of a request for a response; ``InvalidBodyError``: it asks for what needs stored responses."""
     given = {name: document.get(name) for name in _NEEDS_STORE}
     given["background"] = as_boolean(given["background"]) or None  # of a wrong type: the engine says what it is
     asked = [name for name, value in given.items() if value is not None]
@@ -154,7 +149,6 @@ def read_response_body(document: JsonObject) -> Conversation:
 
 
 def _named_sessions(document: JsonObject) -> tuple[Any, ...]:
-    """Return what a body may name its conversation by: OpenAI's members, and Anthropic's."""
     metadata = document.get("metadata")
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
     return document.get("prompt_cache_key"), document.get("user"), user
@@ -170,13 +164,7 @@ class _Api(NamedTuple):
 
 
 def _parse(api: _Api, body: bytes, context: RequestContext, service: Service) -> Call:
-    """Read what routing needs of a body; the rest of it goes to the engine as it is.
-
-    Raises:
-        InvalidBodyError: It is no JSON object, or its options are not valid.
-        UnknownModelError: Its model is none of ours.
-        BeyondKeyError: The priority is beyond the caller's key.
-    """
+    """Read what routing needs of a body, as ``openai.parse`` does; the rest of it goes to the engine as it is."""
     settings, rules, fleet = service.settings, service.rules, service.pipeline.fleet
     document = read_document(body)
     conversation = api.read(document)
@@ -255,9 +243,5 @@ class PassedEvents:
 
 
 async def stored_response(request: Request) -> None:
-    """Answer whoever asks for a response by its id: there is none.
-
-    Raises:
-        NotStoredError: Always.
-    """
+    """Tell whoever asks for a response by its id that there is none."""
     raise NotStoredError(request.path_params["id"])

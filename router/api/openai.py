@@ -159,11 +159,7 @@ def undraftable_of(document: JsonObject) -> str:
 
 
 def routing_fields(document: JsonObject, context: RequestContext, model: str, rules: Rules) -> tuple[OpenAIFields, str]:
-    """Return the routing options of a request, and the field that names its tier.
-
-    Raises:
-        InvalidBodyError: They are not valid.
-    """
+    """Return a request's routing options, and the field that names its tier; ``InvalidBodyError``: one is not valid."""
     by_header, by_body = _from_headers(context, rules), _from_body(document, rules)
     policy: TierPolicy = "prefer" if model == "auto" else rules.tier_policy
     if not by_header and not by_body:
@@ -233,11 +229,7 @@ def _from_body(document: JsonObject, rules: Rules) -> dict[str, Any]:
 
 
 def priority_to_send(document: JsonObject, fields: OpenAIFields, context: RequestContext) -> int | None:
-    """Return the priority to send; None leaves the body's own.
-
-    Raises:
-        BeyondKeyError: It is beyond the caller's key, and the key refuses what is.
-    """
+    """Return the priority to send; None leaves the body's own. See ``priority_within``."""
     if "priority" in fields.model_fields_set:
         return class_priority(context.caller, fields.priority, "qarr.priority")
     own = document.get("priority")

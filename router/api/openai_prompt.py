@@ -53,7 +53,6 @@ def read_chat(document: JsonObject, counter: TokenCounter) -> PromptText:
 
 
 def beside(document: JsonObject) -> list[str]:
-    """Return what the model reads of a chat besides messages."""
     return [document.text_of(key) for key in ("tools", "functions", "documents") if document.get(key)]
 
 
@@ -92,7 +91,6 @@ def last_turn(messages: Sequence[Mapping[str, Any]], texts: list[str]) -> str:
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content; empty where it has none."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -102,7 +100,6 @@ def text_of(content: Any) -> str:
 
 
 def other_parts(content: Any) -> list[str]:
-    """Return the kinds of a content's parts that are not text."""
     if not isinstance(content, list):
         return []
     kinds = [p.get("type") for p in content if isinstance(p, dict) and "text" not in p]
@@ -110,5 +107,4 @@ def other_parts(content: Any) -> list[str]:
 
 
 def is_ids(item: Any) -> bool:
-    """Tell whether a prompt is a list of token ids."""
     return isinstance(item, list) and bool(item) and all(isinstance(number, int) for number in item)

@@ -49,7 +49,6 @@ class Tokens:
     path: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on. Work stops when the client goes away."""
         deps, context = self.deps, context_of(scope)
         document = read_document(await read_body(scope, receive, deps.settings.server.max_body_bytes))
         resolve(document, deps.settings.openai, deps.fleet)
@@ -75,7 +74,6 @@ class Embeddings:
     deps: Passthrough
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on. Work stops when the client goes away."""
         deps, context = self.deps, context_of(scope)
         body = await read_body(scope, receive, deps.settings.server.max_body_bytes)
         document = read_document(body)

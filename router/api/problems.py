@@ -143,7 +143,6 @@ class Problem:
         return b"event: error\ndata: " + to_json(body)
 
     def response(self, context: RequestContext, form: ErrorForm) -> Response:
-        """Return the problem as a response in some form."""
         headers = {**context.headers, **self.headers}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
@@ -195,7 +194,6 @@ def describe(error: Exception) -> Problem:
 
 
 def is_known(error: Exception) -> bool:
-    """Tell whether an exception is one that the router means to raise."""
     return isinstance(error, (ClientGoneError, *PROBLEMS))
 
 
@@ -207,7 +205,6 @@ def refusal(error: Exception, path: str) -> Response:
 
 
 def response_to(error: Exception, scope: Scope) -> Response:
-    """Return the response to a request that has ended with an exception."""
     if isinstance(error, ClientGoneError):
         return Response(status_code=CLIENT_GONE)
     form, context = error_form(scope["path"]), context_of(scope)

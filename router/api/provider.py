@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 def provider_of(document: JsonObject, rules: Rules) -> ProviderBody | None:
     """Return the ``provider`` object of a body that is passed on.
 
-    Raises:
-        InvalidBodyError: It is not valid, or asks for what cannot be honoured here.
+    ``InvalidBodyError``: it is not valid, or asks for what cannot be honoured here.
     """
     given = document.get("provider")
     if given is None:
@@ -39,8 +38,7 @@ def provider_of(document: JsonObject, rules: Rules) -> ProviderBody | None:
 def with_provider(options: RoutingOptions, provider: ProviderBody | None, fleet: Fleet) -> RoutingOptions:
     """Return routing options with those of a ``provider`` object.
 
-    Raises:
-        InvalidBodyError: No tier has a precision that it allows, or it contradicts the other options.
+    ``InvalidBodyError``: no tier has a precision that it allows, or it contradicts the other options.
     """
     if provider is None:
         return options

@@ -78,7 +78,6 @@ class ResumableStream:
         return self._reader is not None
 
     def begin(self, headers: Mapping[str, str]) -> None:
-        """Set the answer's headers: it begins."""
         self.headers = headers
         self._news.set()
 
@@ -94,7 +93,6 @@ class ResumableStream:
             await self._room.wait()
 
     async def end(self, events: Sequence[bytes]) -> None:
-        """Keep the last events."""
         self._ending = True
         self._waiting += events
         await self.drain()
@@ -138,11 +136,7 @@ class ResumableStream:
         return self._reader is None
 
     async def begun(self) -> Mapping[str, str]:
-        """Wait for the answer to begin, and return its headers.
-
-        Raises:
-            Exception: The error that kept it from beginning.
-        """
+        """Wait for the answer to begin, and return its headers; raise the error that kept it from beginning."""
         while self.headers is None:
             if self._fault is not None:
                 raise self._fault
@@ -281,7 +275,6 @@ class ResumableStreams:
         return free > 0 or self._drop_unread(self._streams.values())
 
     def _drop_unread(self, streams: Iterable[ResumableStream]) -> bool:
-        """Drop the oldest stream that is over and has no reader; tell whether there was one."""
         unread = next((stream for stream in streams if stream.over and not stream.read), None)
         if unread is not None:
             self.drop(unread)

@@ -118,7 +118,6 @@ class Caller:
         return self.admin or not self.key_id
 
     def sees(self, key_id: str) -> bool:
-        """Tell whether the caller may see the requests of a key."""
         return self.sees_all or key_id == self.key_id
 
 
@@ -160,7 +159,6 @@ class TeamRecord(Budget):
 
     @property
     def account(self) -> Account:
-        """What its keys' requests count against."""
         return Account(f"team:{self.name}", f"team {self.name}", self.limits())
 
 
@@ -235,7 +233,6 @@ Record = TypeVar("Record", KeyRecord, TeamRecord)
 
 
 def hash_key(key: str) -> str:
-    """Return a key's hash as the file keeps it."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -246,8 +243,7 @@ def read_keys(path: Path) -> tuple[KeyRecord, ...]:
 def read_key_file(path: Path) -> KeyFile:
     """Return the keys of a file, revoked ones too, and its teams; none if there is no file.
 
-    Raises:
-        KeysError: The file cannot be read, or is no key file.
+    ``KeysError``: the file cannot be read, or is no key file.
     """
     try:
         return KeyFile.model_validate_json(path.read_bytes())
@@ -260,13 +256,10 @@ def read_key_file(path: Path) -> KeyFile:
 
 
 def add_key(path: Path, name: str, **rights: object) -> tuple[str, KeyRecord]:
-    """Make a key with rights (fields of ``KeyRecord``) and add it to the file; a missing file is made.
+    """Make a key with rights (fields of ``KeyRecord``), and add it to the file; a missing file is made.
 
-    Returns:
-        The key, which is stored nowhere, and its record.
-
-    Raises:
-        KeysError: The name is taken, a right is not valid, or the file cannot be used.
+    Return the key, which is stored nowhere, and its record. ``KeysError``: the name is taken, a right is not valid, or the
+    file cannot be used.
     """
     key = PREFIX + secrets.token_urlsafe(32)
     fields = {"id": secrets.token_hex(4), "name": name, "sha256": hash_key(key), "created": datetime.now(UTC)}
@@ -281,11 +274,7 @@ def add_key(path: Path, name: str, **rights: object) -> tuple[str, KeyRecord]:
 
 
 def set_team(path: Path, name: str, **budget: float | None) -> TeamRecord:
-    """Make a team, or replace its budgets (fields of ``Budget``).
-
-    Raises:
-        KeysError: A budget or the name is not valid, or the file cannot be used.
-    """
+    """Make a team, or replace its budgets (fields of ``Budget``); ``KeysError`` as with ``add_key``."""
     team = _valid(TeamRecord, {"name": name, **budget})
     with _changing(path) as file:
         file.teams = (*(each for each in file.teams or () if each.name != name), team)
@@ -293,11 +282,7 @@ def set_team(path: Path, name: str, **budget: float | None) -> TeamRecord:
 
 
 def revoke_key(path: Path, id_or_name: str) -> KeyRecord:
-    """Revoke a key. Its record stays, so that logs can still be read.
-
-    Raises:
-        KeysError: There is no such key in force.
-    """
+    """Revoke a key; ``KeysError``: there is none in force. Its record stays, so that logs can still be read."""
     with _changing(path) as file:
         found = [k for k in file.keys if k.revoked is None and id_or_name in {k.id, k.name}]
         if not found:

@@ -45,13 +45,7 @@ _LIMITS: dict[Resource, tuple[str, str]] = {  # of a quota: the name, and the un
 
 
 class OverQuotaError(Exception):
-    """A key's quota is used up.
-
-    Attributes:
-        resource: Which of its limits.
-        limit: How much it allows.
-        retry_after_s: Seconds until the quota allows the request; None: the request is larger than the quota itself.
-    """
+    """A key's quota is used up; ``retry_after_s`` None: the request is larger than the quota itself."""
 
     def __init__(self, resource: Resource, limit: int, asked: int, retry_after_s: float | None) -> None:
         text = f"this key allows {limit} {_LIMITS[resource][1]}"
@@ -113,10 +107,9 @@ class Quotas:
         self._renew_at = 0.0
 
     async def enter(self, caller: Caller, tokens: int, headers: dict[str, str]) -> QuotaGrant | None:
-        """Admit a request; None for a caller without limits. ``headers`` gets ``x-ratelimit-*``, also when it is denied.
+        """Admit a request, or raise ``OverQuotaError``; None for a caller without limits.
 
-        Raises:
-            OverQuotaError: The quota does not allow the request now.
+        ``headers`` gets ``x-ratelimit-*``, also when it is denied.
         """
         quota = caller.quota
         if quota is None:
@@ -380,11 +373,7 @@ class RedisLedger:
         self._give_back = self._redis.register_script(_GIVE_BACK)
 
     async def acquire(self, key_id: str, quota: Quota, tokens: int, slot: str) -> QuotaState:
-        """Take a request, tokens and a slot, all or nothing; nothing once ``REDIS_TIMEOUT_S`` have passed.
-
-        Raises:
-            TimeoutError: It was too late, by Redis' clock.
-        """
+        """Take a request, tokens and a slot, all or nothing; ``TimeoutError`` once ``REDIS_TIMEOUT_S`` have passed."""
         due = time.monotonic() + REDIS_TIMEOUT_S
         numbers = [-1 if limit is None else limit for limit in quota]
         for _ in range(2):  # where Redis' clock was set ahead, the second try knows it

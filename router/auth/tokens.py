@@ -71,8 +71,7 @@ class IssuerError(KeysError):
 class Tokens:
     """Checks the tokens of one issuer, by a monotonic clock. One event loop owns it.
 
-    Raises:
-        KeysError: The keys are in a file that cannot be used.
+    Keys in a file that cannot be used raise ``KeysError``.
     """
 
     def __init__(self, settings: JwtSettings, now: Callable[[], float] = time.monotonic) -> None:
@@ -90,12 +89,7 @@ class Tokens:
             self._take(self._read_file())
 
     def find(self, token: str, teams: Mapping[str, TeamRecord] = NO_TEAMS) -> Caller:
-        """Return a token's caller.
-
-        Raises:
-            UnauthorizedError: The token is not valid; the text says why, without the token.
-            UnknownSignerError: Its key is not known.
-        """
+        """Return a token's caller; ``UnauthorizedError`` says, without the token, why it is not valid."""
         digest, now = hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest(), time.time()
         if not self.in_force:
             raise IssuerUnreachableError("the keys of the tokens' issuer cannot be read now: ask again")
@@ -241,8 +235,7 @@ class Tokens:
 def parse(document: bytes, source: str) -> dict[str | None, Signer]:
     """Return a JWKS' public keys by their ids; secrets, which anybody who checks could sign with, are left out.
 
-    Raises:
-        IssuerError: It is none, or has no key that can be used.
+    ``IssuerError``: it is none, or has no key that can be used.
     """
     found: dict[str | None, Signer] = {}
     try:
@@ -258,11 +251,7 @@ def parse(document: bytes, source: str) -> dict[str | None, Signer]:
 
 
 async def fetch(url: str) -> bytes:
-    """Return what an issuer publishes.
-
-    Raises:
-        IssuerError: It does not answer as it should.
-    """
+    """Return what an issuer publishes; ``IssuerError``: it does not answer as it should."""
     data = b""
     try:
         async with (

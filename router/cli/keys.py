@@ -161,11 +161,7 @@ def keys_revoke(
 
 
 def expiry(text: str, now: datetime) -> datetime:
-    """Return when a key ends to be valid: the end of a day in UTC, or some days or hours from now.
-
-    Raises:
-        KeysError: It is neither, or not in the future.
-    """
+    """Return when a key ends to be valid: the end of a day in UTC, or some days or hours from now, or ``KeysError``."""
     found = _DURATION.fullmatch(text)
     try:
         if found is not None:

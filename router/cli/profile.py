@@ -202,7 +202,6 @@ def _knee(fit: Fit) -> str:
 
 
 def _show(profile: QualityProfile) -> None:
-    """Print the losses by kind and tier, and the diagnoses by tier."""
     typer.echo(
         f"{profile.model}, measured with {profile.tasks}. Of the answers that {REFERENCE} or the tier gets right: worse, "
         "better, net."

@@ -28,7 +28,6 @@ def show_settings(
 
 
 def table() -> str:
-    """Return every setting with its default and meaning, as a Markdown table."""
     shown = ["| setting | default | reloads | meaning |", "| --- | --- | --- | --- |"]
     for key, field, reloads in leaves(Settings):
         name = ".".join(key)

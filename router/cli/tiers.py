@@ -107,7 +107,6 @@ def tiers_record(tier: TierArgument, config: ConfigOption = None) -> None:
 
 
 def _follow(router: RouterApiClient, kind: Kind, replica: str, body: dict[str, Any] | None = None) -> None:
-    """Run an operation on one replica, with its progress on standard error."""
     operation = router.ask(f"/admin/replicas/{replica}/{kind}", "POST", body)
     progress = Progress()
     while True:

@@ -91,8 +91,7 @@ class FirstStart:
     async def run(self) -> None:
         """Make what is missing; return when all is made, or when a checkpoint fails while engines run or start.
 
-        Raises:
-            TierError: No engine could be started.
+        ``TierError``: no engine could be started.
         """
         fleet, settings = self._supervisor.fleet, self._deployment.settings
         for number in range(sum(spec.replicas for spec in self._specs.values())):

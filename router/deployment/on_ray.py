@@ -47,8 +47,7 @@ OF_THE_NODE = {"VLLM_API_KEY", "CUDA_VISIBLE_DEVICES"}  # variables that its act
 def make_ray_deployment(settings: Settings, checkpoints: Sequence[Checkpoint]) -> Deployment:
     """Lay out a fleet on a Ray cluster, whose nodes have the checkpoints under the same paths.
 
-    Raises:
-        TierError: A checkpoint is missing, tiers differ in tokenizer, or a tier's resources cannot be right.
+    ``TierError``: a checkpoint is missing, tiers differ in tokenizer, or a tier's resources cannot be right.
     """
     if not settings.ray.python.is_file():
         raise EngineError(
@@ -104,8 +103,7 @@ def _placed_specs(settings: Settings, prepared: Mapping[TierName, Checkpoint]) -
 def wanted_replicas(spec: TierSpec, settings: Settings, model: str) -> list[WantedReplica]:
     """Return a tier's replicas as the placement takes them.
 
-    Raises:
-        PlanError: The tier's resources do not fit its engines, or an adapter's folder holds none.
+    ``PlanError``: the tier's resources do not fit its engines, or an adapter's folder holds none.
     """
     tier = settings.tiers.of(spec.name)
     resources = replica_resources(spec, tier, settings.ray.resources)
@@ -141,11 +139,7 @@ def wanted_replicas(spec: TierSpec, settings: Settings, model: str) -> list[Want
 
 
 def replica_resources(spec: TierSpec, tier: TierSettings, usual: Mapping[str, float]) -> dict[str, float]:
-    """Return what Ray reserves for one replica.
-
-    Raises:
-        PlanError: GPUs and parallelism do not fit together.
-    """
+    """Return what Ray reserves for one replica; ``PlanError``: GPUs and parallelism do not fit together."""
     wanted = {name: amount for name, amount in {**usual, **tier.ray_resources}.items() if amount}
     gpus, world, key = wanted.get("GPU", 0), spec.world_size, f"tiers.{spec.name}"
     if tier.across_nodes and (world == 1 or not gpus):
@@ -190,11 +184,7 @@ class OnRay:
             self._task = asyncio.create_task(self._engines.run(), name="engines on Ray")
 
     def check(self) -> None:
-        """Raise what has ended the placement.
-
-        Raises:
-            EngineError: A replica did not start, or the cluster cannot be used.
-        """
+        """Raise what has ended the placement: a replica did not start, or the cluster cannot be used."""
         if self._task is not None and self._task.done():
             self._task.result()
 

@@ -25,7 +25,6 @@ def fleet_options(settings: Settings) -> FleetOptions:
 
 
 def supervisor_options(settings: Settings, machine: str) -> SupervisorOptions:
-    """Return how engines are supervised on the machine of this name."""
     engine = settings.engine
     return SupervisorOptions(
         log_dir=engine.log_dir,
@@ -42,7 +41,6 @@ def supervisor_options(settings: Settings, machine: str) -> SupervisorOptions:
 
 
 def dns_names(settings: Settings) -> dict[TierName, str]:
-    """Return the DNS names of tiers whose engines run elsewhere."""
     names = {tier: settings.tiers.of(tier).dns for tier in settings.tiers.names}
     return {tier: name for tier, name in names.items() if name}
 

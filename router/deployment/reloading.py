@@ -39,7 +39,6 @@ class Asked:
         return Reloads(self.settings, partial(self._read, listening.getsockname()[0]))
 
     def _read(self, host: str) -> Settings:
-        """Read the settings again, and check that the address may be served by them."""
         try:
             settings = self.load()
             open_keys(settings, host)

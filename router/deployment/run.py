@@ -50,11 +50,7 @@ class StartError(Exception):
 
 
 def check_files(settings: Settings) -> None:
-    """Check paths that would otherwise fail only at the first request.
-
-    Raises:
-        SettingsError: One cannot be used; the text names the setting.
-    """
+    """Raise ``SettingsError`` for paths that would otherwise fail only at the first request."""
     telemetry, profiles = settings.telemetry, settings.policy.profiles
     written = {"telemetry.decision_log": telemetry.decision_log}
     if telemetry.prompt_share:

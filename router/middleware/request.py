@@ -39,10 +39,6 @@ class RequestMiddleware:
     """The outermost middleware.
 
     Args:
-        app: The router's application.
-        keys: Valid keys.
-        telemetry: Gives requests their ids.
-        server_state: Tells whether the router takes requests.
         answered: Called with each answer's route, method and status.
         direct: Applications that answer POST requests, by path, without passing the router's middleware and routing.
         local_names: Names besides localhost under which a router on loopback serves; None: it does not listen on

@@ -122,7 +122,6 @@ class Live:
         self._wanted = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until the client disconnects."""
         del receive
         context = context_of(scope)
         cancel_on_disconnect(scope)
@@ -180,7 +179,6 @@ class Live:
                 reader.end()
 
     def fleet(self, caller: Caller) -> dict[str, Any]:
-        """Return the snapshot that a caller may see, as JSON values."""
         pipeline, now = self._pipeline, time.monotonic()
         ended = [each for each in pipeline.registry.window if each[0] >= now - WINDOW_S]
         fleet, inside = pipeline.fleet, caller.sees_all
@@ -236,7 +234,6 @@ def _percentiles(values: list[float]) -> dict[str, float] | None:
 
 
 def render_open(request: ActiveRequest, now: float) -> dict[str, Any]:
-    """Return what the page shows of an open request."""
     answer, decision, part = request.answer, request.decision, request.now_on
     tier, replica = part.tier if part is not None else decision.tier, part.replica_id if part is not None else None
     overflow = request.diverted.name if request.diverted is not None else None
@@ -284,7 +281,6 @@ class LiveEndpoints:
         ]
 
     async def _listed(self, request: Request) -> Response:
-        """Answer with the last requests, or with their traces."""
         limit, caller, name = _limit(request), context_of(request.scope).caller, request.url.path.rpartition("/")[2]
         render = render_record if name == "requests" else render_listed
         seen = (record for record in reversed(self._pipeline.registry.kept()) if caller.sees(record.key_id))
@@ -328,7 +324,6 @@ class LiveEndpoints:
 
 
 def _limit(request: Request) -> int:
-    """Return the ``limit`` of a list."""
     text = request.query_params.get("limit", "100")
     # int() refuses thousands of digits with an error of its own.
     limit = int(text) if text.isascii() and text.isdecimal() and len(text) <= len(str(MOST_LISTED)) else 0

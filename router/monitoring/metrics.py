@@ -172,7 +172,6 @@ class Losses(Collector):
         self._evaluation, self._policy = evaluation, policy
 
     def collect(self) -> Iterable[Metric]:
-        """Return the expected losses by kind and tier, what was counted of answers, and live answers by class and tier."""
         table, tally = self._policy.table, self._policy.tally
         losses = [
             ([kind.value, complexity.value, tier], loss)
@@ -301,7 +300,6 @@ class Metrics:
         return metrics
 
     def show_expiry(self, expires: Callable[[], float]) -> None:
-        """Show when the router's certificate expires, in seconds since 1970."""
         text = "When the certificate that the router shows expires, in seconds since 1970."
         Gauge("qarr_tls_expires_timestamp_seconds", text, registry=self._registry).set_function(expires)
 

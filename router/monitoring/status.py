@@ -56,10 +56,7 @@ class Status:
         return json_response({"status": "alive"})
 
     async def readyz(self, _request: Request) -> Response:
-        """Answer 200 while a tier is ready, else 503, also when the router shuts down.
-
-        The body has every tier's state, and what tiers that have not served yet still need.
-        """
+        """Answer 200 while a tier is ready, else 503, also when the router shuts down; with what tiers still need."""
         tiers = self._fleet.snapshot().tiers
         serves = self._server_state.open and self._keys.ready
         ready = serves and any(tier.status is ReplicaStatus.READY for tier in tiers)

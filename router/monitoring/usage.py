@@ -52,14 +52,12 @@ class Labels:
         self._named: dict[str, tuple[str, str]] = {}
 
     def of(self, key_id: str) -> tuple[str, str]:
-        """Return a key's name and team, as metrics have them."""
         if key_id not in self._named and len(self._named) < self._most:
             first = self._keys.callers[: self._most]
             self._named |= {caller.key_id: (caller.name, caller.team) for caller in first if caller.key_id == key_id}
         return self._named.get(key_id, (OTHER, OTHER))
 
     def callers(self) -> list[Caller]:
-        """Return those keys that have metrics of their own."""
         return [caller for caller in self._keys.callers if self.of(caller.key_id)[0] != OTHER]
 
 
@@ -97,7 +95,6 @@ class UsageMetrics(Collector):
         self._highest.labels(*whose).inc(use.highest_engine_us / MICRO)
 
     def collect(self) -> Iterable[Metric]:
-        """Return how far budgets were used at the last look."""
         text = "Share of a budget that is used or reserved; the key's name is empty for a team's budget."
         used = GaugeMetricFamily("qarr_budget_used_ratio", text, labels=[*KEY, "budget"])
         for each in self._budgets:
@@ -105,7 +102,6 @@ class UsageMetrics(Collector):
         yield used
 
     async def look(self) -> None:
-        """Look how far budgets are used, of keys with metrics of their own."""
         ledger = self._charging.reservations.ledger
         self._budgets = await used_budgets(ledger, self._labels.callers(), time.time())
 
@@ -129,12 +125,7 @@ class UsageEndpoint:
         return [Route("/usage", self.answer, methods=["GET"])]
 
     async def answer(self, request: Request) -> Response:
-        """Answer with how far budgets are used, and what was used on each day from ``from`` to ``to``.
-
-        Raises:
-            HTTPException: 400: one of them is no day.
-            BudgetUnknownError: The file, or Redis, cannot be read.
-        """
+        """Answer with how far budgets are used, and what was used on each day from ``from`` to ``to``."""
         try:
             return await self._answer(request)
         except (*UNAVAILABLE, sqlite3.Error):

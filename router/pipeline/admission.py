@@ -91,7 +91,6 @@ class Admission:
         return self._queue.count
 
     def waiting_for(self, tier: TierName) -> int:
-        """Return the number of waiting requests that a tier could serve."""
         return self._queue.waiting_for(tier)
 
     async def run(self) -> None:
@@ -102,8 +101,7 @@ class Admission:
     async def enter(self, decision: Decision, key_id: str, priority: int) -> Slot:
         """Return a slot, at once or after a wait; give it back by ``leave``. ``priority`` is in vLLM's numbers, lower first.
 
-        Raises:
-            RequestRefusedError: No tier serves the request, or none in time.
+        ``RequestRefusedError``: no tier serves the request, or none in time.
         """
         if decision.tier is None and (decision.refusal is not Refusal.AT_CAPACITY or not self._options.max_waiting):
             raise RequestRefusedError(decision)
@@ -181,11 +179,7 @@ class Admission:
             last.turn.set_exception(refused)
 
     async def _wait(self, queued: _Queued) -> Slot:
-        """Wait for a request's turn.
-
-        Raises:
-            RequestRefusedError: It is refused meanwhile, or its turn does not come in time.
-        """
+        """Wait for a request's turn; ``RequestRefusedError``: it is refused meanwhile, or waits for too long."""
         turn = queued.turn
         try:
             await asyncio.wait({turn}, timeout=max(queued.until - time.monotonic(), 0))

@@ -46,16 +46,8 @@ log = logging.getLogger(f"qarr.{__name__}")
 class StopStringJoiner:
     """Finds stop strings that begin in one engine's text and end in the next one's; an engine finds them in its own only.
 
-    Attributes:
-        stopped: The string that ended the answer; None: none has.
-        passed_over: The first text holds one already: it spans an earlier seam, or came before ``min_tokens``.
-        end: Where ``stopped`` ends, in characters from the beginning of ``held``.
-
-    Args:
-        sent: The answer so far.
-        held: The text after it that was computed, but not sent.
-        stops: The strings that end the answer.
-        include: Whether the answer includes the string that ends it.
+    The first text is what was ``sent``, and what was computed besides and ``held``. With ``include`` the answer includes the
+    string that ends it.
     """
 
     def __init__(self, sent: str, held: str, stops: Sequence[str], *, include: bool) -> None:
@@ -69,12 +61,9 @@ class StopStringJoiner:
         self.end = 0
 
     def pass_on(self, text: str, *, last: bool, ended_by: str = "") -> str:
-        """Take more text, and return what may be sent; set ``stopped`` once a stop string is complete.
+        """Take more of the next engine's text, and return what may be sent; set ``stopped`` once a stop string is complete.
 
-        Args:
-            text: From the next engine.
-            last: Whether no more comes.
-            ended_by: The stop string that ended the text and is not in it.
+        ``ended_by`` is the stop string that ended the text and is not in it.
         """
         if not self._old:
             return text

@@ -52,10 +52,7 @@ class Overflow:
     telemetry: Telemetry
 
     def takes(self, decision: Decision, call: Call) -> bool:
-        """Tell whether a refused request may go to the overflow.
-
-        ``Query.takes`` is what a lease asks; there is none here, so precisions are looked at here.
-        """
+        """Tell whether a refused request may go to the overflow. No lease looks at precisions here."""
         options, caller = call.options, call.context.caller
         return (
             bool(self.client.name)

@@ -76,14 +76,9 @@ class Pipeline:
     answer_observer: AnswerObserver | None  # None: no answer is evaluated
 
     def decide(self, call: Call, *, serve: bool = True) -> Decision:
-        """Classify a request and decide.
+        """Classify a request and decide; unless it is to be served (``serve``), it leaves no record.
 
-        Args:
-            call: The request.
-            serve: Whether it is to be served; a decision that is only asked for leaves no record.
-
-        Raises:
-            BeyondKeyError: The caller's key refuses the hinted tier; where it does not refuse, the policy lowers the hint.
+        ``BeyondKeyError``: the caller's key refuses the hinted tier; where it does not refuse, the policy lowers the hint.
         """
         caller, hint = call.context.caller, call.options.hint
         if caller.over == "refuse" and hint is not None and caller.tiers is not None and hint not in caller.tiers:

@@ -87,19 +87,13 @@ class ActiveRequest:
         return self.answer.parts[-1] if self.answer is not None and self.answer.parts else self.answer
 
     def admit(self, slot: Slot) -> None:
-        """Note its slot, and the decision that admitted it."""
         self.slot, self.decision, self.sent = slot, slot.decision, time.monotonic()
 
 
 class RequestRegistry:
     """Holds the open requests and the last records. One event loop owns it.
 
-    Attributes:
-        recent: The last records, at most ``kept``.
-        window: When requests ended, by the monotonic clock; their tier, how they ended, times, and whether the SLA was met.
-            At most ``WINDOW_RECORDS``; those older than ``WINDOW_S`` go with the next.
-        observers: Called with each record, in order.
-        totals: Since the start: records by outcome, requests, retries and continuations.
+    ``observers`` are called with each record, in order.
     """
 
     def __init__(self, server_state: ServerState, kept: int) -> None:

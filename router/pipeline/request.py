@@ -163,8 +163,7 @@ def session_of(context: RequestContext, *named: Any) -> str:
 def priority_within(caller: Caller, value: int, field: str, asked: str) -> int:
     """Return a priority in vLLM's numbers (lower is sooner), limited to the highest class of the caller's key.
 
-    Raises:
-        BeyondKeyError: It is beyond that class, and the key refuses such requests.
+    ``BeyondKeyError``: it is beyond that class, and the key refuses such requests.
     """
     highest = PRIORITIES[caller.max_priority]
     if value < highest and caller.over == "refuse":
@@ -173,11 +172,7 @@ def priority_within(caller: Caller, value: int, field: str, asked: str) -> int:
 
 
 def class_priority(caller: Caller, asked: Priority | None, field: str) -> int:
-    """Return the number of a priority class; None asks for standard, or for the key's highest class if that is lower.
-
-    Raises:
-        BeyondKeyError: The class is beyond the key's, and the key refuses such requests.
-    """
+    """Return the number of a priority class; None asks for standard, or the key's highest class if that is lower."""
     if asked is None:
         return max(PRIORITIES["standard"], PRIORITIES[caller.max_priority])
     return priority_within(caller, PRIORITIES[asked], field, asked)

@@ -86,11 +86,6 @@ class RequestQueue(Generic[E]):
         return min((waiter for waiter in firsts if waiter not in passed_over), key=self._order, default=None)
 
     def last(self) -> E:
-        """Return the last request.
-
-        Raises:
-            ValueError: None waits.
-        """
         groups = (group for queue in self._queues.values() for group in queue.groups.values())
         return max((group[-1] for group in groups), key=self._order)
 
@@ -100,7 +95,6 @@ class RequestQueue(Generic[E]):
         return min(firsts, key=attrgetter("since"), default=None)
 
     def waiting_for(self, tier: TierName) -> int:
-        """Return the number of requests that a tier could serve."""
         return sum(len(queue.arrived) for queue in self._for((tier,)))
 
     def slots_before(self, waiter: E, tiers: Collection[TierName]) -> int:

@@ -164,11 +164,7 @@ class SharedLoad:
         await self._redis.aclose()
 
     async def exchange(self) -> bool:
-        """Report this router's load, and apply the answer; return whether a share has fallen.
-
-        Raises:
-            RedisError: Redis does not serve; likewise OSError and TimeoutError.
-        """
+        """Report this router's load, and apply the answer; return whether a share has fallen. See ``UNAVAILABLE``."""
         began = time.monotonic()
         own = self._own(began)
         async with asyncio.timeout(REDIS_TIMEOUT_S):

@@ -62,11 +62,6 @@ def _fleet_line(fleet: FleetSnapshot) -> dict[str, Any]:
 
 
 def _read_fleet(line: dict[str, Any]) -> FleetSnapshot:
-    """Return a snapshot from its line.
-
-    Raises:
-        ValueError: It is none.
-    """
     try:
         tiers = [_read_tier(tier) for tier in line["tiers"]]
     except (KeyError, TypeError, AttributeError) as error:
@@ -202,8 +197,7 @@ def digest_of(table: PolicyParameters) -> str:
 def read_log(path: Path) -> Iterator[Record]:
     """Yield a log's records. Lines that are no JSON are skipped: the last one is cut off when a router is killed.
 
-    Raises:
-        ProfileError: The file cannot be read, or a line is no record.
+    ``ProfileError``: the file cannot be read, or a line is no record.
     """
     try:
         lines = path.read_bytes().split(b"\n")

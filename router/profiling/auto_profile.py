@@ -50,12 +50,7 @@ Attempt = tuple[What, frozenset[TierName], tuple[str | None, ...]]  # tiers, and
 class AutoProfile:
     """Measures what no profile has, and reports its progress. One event loop owns it.
 
-    Args:
-        settings: All settings.
-        fleet: The tiers to measure.
-        policy: Loads new profiles.
-        model: The served model's display name.
-        requests: Number of requests so far, and of those that are open.
+    ``requests`` returns the number of requests so far, and of those that are open.
     """
 
     def __init__(
@@ -81,11 +76,7 @@ class AutoProfile:
         self._state, self._detail = ("off", why) if why else ("waiting", "tiers are starting")
 
     def render(self, *, inside: bool) -> dict[str, Any]:
-        """Return the progress, and the measured tiers, as JSON values.
-
-        Args:
-            inside: Whether to show details, which may quote addresses and paths.
-        """
+        """Return the progress and the measured tiers as JSON values; ``inside``: details may quote paths."""
         state, detail = self._state, self._detail
         if self._what is not None:
             running = self.client.asking or 0 < self._total == self._done
@@ -117,11 +108,9 @@ class AutoProfile:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def aclose(self) -> None:
-        """Close the connections to the engines, once ``run`` was cancelled."""
         await self.client.aclose()
 
     async def _look(self) -> None:
-        """Measure what is missing now."""
         states = {tier.status for tier in self._fleet.snapshot().tiers}
         if any(replica.source is not None for replica in self._fleet.replicas):  # added while the router runs
             self._show("waiting", ELSEWHERE)

@@ -96,28 +96,18 @@ class Client(ABC):
 
     @abstractmethod
     async def fleet(self) -> FleetState:
-        """Return the fleet's present state.
-
-        Raises:
-            ProfileError: The router does not answer, or does not show it with this key.
-        """
+        """Return the fleet's present state; ``ProfileError``: nobody answers, or shows it with this key."""
 
     @abstractmethod
     async def undisturbed(self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]) -> bool:
         """Run a step, made of calls of ``time``, once nobody else is served; tell whether it stayed undisturbed.
 
-        Args:
-            step: Makes the coroutine.
-            waiting: Called while others' requests are waited for.
+        ``waiting`` is called while others' requests are waited for.
         """
 
     @abstractmethod
     def _send(self, tier: TierName, path: str, body: Mapping[str, Any], adapter: str | None = None) -> Sent:
-        """Send a request; a tier without a free slot answers 503.
-
-        Raises:
-            ProfileError: Nobody answers.
-        """
+        """Send a request; a tier without a free slot answers 503. ``ProfileError``: nobody answers."""
 
     @abstractmethod
     async def _is_quiet(self) -> bool:
@@ -131,17 +121,10 @@ class Client(ABC):
         waiting: Callable[[], None] = lambda: None,
         adapter: str | None = None,
     ) -> Any:
-        """Return a tier's whole answer, computed while nobody else is served.
+        """Return a tier's whole answer at a path of OpenAI's API, computed while nobody else is served.
 
-        Args:
-            path: Of OpenAI's API.
-            tier: The only one that may answer.
-            body: The rest of the request.
-            waiting: Called while others' requests are waited for.
-            adapter: The LoRA adapter that is to answer; None: the model itself.
-
-        Raises:
-            ProfileError: The tier refuses, or has no free slot for ``MAX_WAIT_S``.
+        ``waiting`` is called while others' requests are waited for. ``adapter``: the LoRA adapter that is to answer; None:
+        the model itself. ``ProfileError``: the tier refuses, or has no free slot for ``MAX_WAIT_S``.
         """
         deadline = time.monotonic() + MAX_WAIT_S
         while True:
@@ -153,16 +136,9 @@ class Client(ABC):
             await _later(tier, response, deadline)
 
     async def time(self, tier: TierName, prompt: list[int], tokens: int, begun: Callable[[], None]) -> Timed:
-        """Time one answer of exactly ``tokens`` tokens, within ``undisturbed``.
+        """Time one answer of exactly ``tokens`` tokens to a prompt of token ids, within ``undisturbed``.
 
-        Args:
-            tier: The only one that may answer.
-            prompt: Token ids.
-            tokens: Of the answer; the model's end of sequence is ignored.
-            begun: Called with the first token.
-
-        Raises:
-            ProfileError: The tier refuses, or breaks the answer off.
+        ``begun`` is called with the first token. ``ProfileError``: the tier refuses, or breaks the answer off.
         """
         body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
         body["stream_options"] = {"include_usage": True}
@@ -190,13 +166,7 @@ class Client(ABC):
 
 
 class RouterClient(Client):
-    """A client of a running router, with the lowest priority.
-
-    Args:
-        base_url: The router's.
-        key: For the router; empty if it needs none.
-        verify: How its certificate is checked.
-    """
+    """A client of a running router, with the lowest priority."""
 
     _own = _served = 0  # its requests in flight, and those that were answered
     _quiet_until = 0.0

@@ -30,13 +30,9 @@ STARTING = {ReplicaStatus.STARTING, ReplicaStatus.WARMING}
 
 
 class IdleClient(Client):
-    """A client of the fleet's engines that works while the router is idle.
+    """A client of the fleet's engines that works once the router was idle for ``idle_s``.
 
-    Args:
-        fleet: The engines to measure.
-        model: The served model's display name.
-        idle_s: For which the router must have been idle.
-        requests: Number of requests so far, and of those that are open.
+    ``requests`` returns the number of requests so far, and of those that are open.
     """
 
     patience_s, slot_patience_s = math.inf, 0.0  # a step that waits for a slot is not alone any more
@@ -50,7 +46,6 @@ class IdleClient(Client):
 
     @property
     def asking(self) -> bool:
-        """Tell whether an engine computes one of its requests."""
         return bool(self._leases)
 
     def preempt(self) -> None:
@@ -112,8 +107,7 @@ class IdleClient(Client):
     ) -> AsyncIterator[httpx.Response]:
         """Send a request whatever the replica's limit: nobody is served. Without tokens it does not affect predictions.
 
-        Raises:
-            TimeoutError: It was cancelled for somebody else's request.
+        ``TimeoutError``: it was cancelled for somebody else's request.
         """
         lease = self._fleet.lease(tier, prompt_tokens=0, max_tokens=0, over_limit=True)
         if lease is None:

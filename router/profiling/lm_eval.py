@@ -90,13 +90,9 @@ class Imported(NamedTuple):
 def import_runs(runs: Sequence[Run], known: Mapping[str, Known], fleet: FleetState) -> Imported:
     """Make a profile of the fleet's tiers from the harness's logs.
 
-    Args:
-        runs: Folders with runs at any depth, and the tier that answered there; None: the model's name is the tier.
-        known: Classes of tasks by pattern; the first that fits counts.
-        fleet: The fleet that answered.
-
-    Raises:
-        ProfileError: A log cannot be read, a task's class is not known, or there is nothing to compare.
+    ``runs`` are folders with runs at any depth, and the tier that answered there; None: the model's name is the tier.
+    ``known``: classes of tasks by pattern; the first that fits counts. ``ProfileError``: a log cannot be read, a task's
+    class is not known, or there is nothing to compare.
     """
     answers = {(a.tier, a.task): a for tier, path in _newest(runs) for a in _judged(tier, path, known)}
     tiers = {tier for tier, _ in answers}
@@ -123,11 +119,7 @@ def import_runs(runs: Sequence[Run], known: Mapping[str, Known], fleet: FleetSta
 
 
 def read_classes(path: Path) -> dict[str, Known]:
-    """Read classes of tasks by pattern, JSON or TOML: a class, or a table of class and complexity.
-
-    Raises:
-        ProfileError: The file cannot be read, or a class is none.
-    """
+    """Read classes of tasks by pattern, JSON or TOML: each a class, or a table of class and complexity."""
     try:
         text = path.read_text("utf-8")
         rows = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)

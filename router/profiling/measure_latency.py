@@ -49,13 +49,8 @@ async def measure_latency(
 ) -> LatencyProfile:
     """Measure the tiers of the plan, and return the profile.
 
-    Args:
-        client: Sends requests to the tiers.
-        plan: What to measure.
-        progress: Called with the next step, the number of steps done, and their approximate total.
-
-    Raises:
-        ProfileError: The router does not answer, a tier is not ready, or others' requests do not end.
+    ``progress`` is called with the next step, the number of steps done, and their approximate total. ``ProfileError``: the
+    router does not answer, a tier is not ready, or others' requests do not end.
     """
     fleet = await client.fleet()
     if not fleet.tiers:

@@ -56,13 +56,8 @@ class Plan:
 async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int], None]) -> QualityProfile:
     """Measure every ready tier, and return the profile.
 
-    Args:
-        client: Sends requests to the tiers.
-        plan: What to measure.
-        progress: Called with the last step, the number of tasks done, and their total.
-
-    Raises:
-        ProfileError: The router does not answer, the reference is not ready, or a tier refuses.
+    ``progress`` is called with the last step, the number of tasks done, and their total. ``ProfileError``: the router does
+    not answer, the reference is not ready, or a tier refuses.
     """
     fleet = await client.fleet()
     if REFERENCE not in fleet.tiers:
@@ -75,7 +70,6 @@ async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int]
 
 
 def _having(fleet: FleetState, adapter: str) -> FleetState:
-    """Return the fleet without the tiers that do not offer an adapter."""
     having = {name: tier for name, tier in fleet.tiers.items() if adapter in tier.adapters}
     if REFERENCE not in having:
         raise ProfileError(

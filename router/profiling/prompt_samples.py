@@ -32,7 +32,6 @@ class PromptSamples:
         self._writer.put(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
 
     def close(self) -> None:
-        """Write what is queued, for a few seconds at most, and close the file."""
         self._writer.close()
 
 

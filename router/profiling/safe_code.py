@@ -94,11 +94,7 @@ _DATA = (int, float, str, range, slice, SimpleNamespace, type(None), *_GROUPS)
 
 
 def size(value: Any) -> int:
-    """Return a value's size.
-
-    Raises:
-        TooMuchWorkError: It is over ``MAX_SIZE``.
-    """
+    """Return a value's size; ``TooMuchWorkError``: it is over ``MAX_SIZE``."""
     total, left = 0, [value]
     while left:
         item = left.pop()
@@ -252,15 +248,10 @@ def _parse(text: str) -> ast.Module:
 
 
 def compute(text: str, function: str | None, calls: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return what a function of a text returns for each list of arguments.
+    """Return what a function of a text, a program or prose around one, returns for each list of arguments.
 
-    Args:
-        text: A program, or prose around one.
-        function: Its name; None: what the program defines last. A program may be one expression as well.
-        calls: Arguments. A value that is no function stands for all that it would return.
-
-    Raises:
-        Exception: Of any kind: the text is no program, computes too much, or fails.
+    Without a name it is what the program defines last; a program may be one expression as well. A value that is no function
+    stands for all that it would return. Any ``Exception``: the text is no program, computes too much, or fails.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of doubtful escapes

@@ -76,12 +76,7 @@ class Drift:
 
 
 class ShadowEvaluation:
-    """Keeps samples, and compares answers to them while the engines are idle.
-
-    Attributes:
-        share: Of answered prompts that are kept, by chance.
-        drifts: By class and tier.
-    """
+    """Keeps a ``share`` of answered prompts, by chance, and compares answers to them while the engines are idle."""
 
     def __init__(self, share: float, fleet: Fleet, client: IdleClient, telemetry: Telemetry) -> None:
         self.share, self._fleet, self._client, self._telemetry = share, fleet, client, telemetry

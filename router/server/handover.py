@@ -44,7 +44,6 @@ class TakenError(TakeoverError):
 
 
 def control_path(folder: Path, port: int) -> Path:
-    """Return the path of the control socket of the router on a port."""
     return folder / f"router-{port}.sock"
 
 
@@ -56,11 +55,7 @@ class HandoverClient:
 
     @classmethod
     def ask(cls, path: Path) -> tuple[HandoverClient, socket.socket]:
-        """Ask the running router for its listening socket; the old router keeps serving.
-
-        Raises:
-            TakeoverError: No router listens there, or it does not hand over its socket.
-        """
+        """Ask the running router for its listening socket; it keeps serving. ``TakeoverError``: it does not give it."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(ANSWER_S)
         try:
@@ -105,10 +100,7 @@ class HandoverClient:
 async def handing_over(
     path: Path, listening: socket.socket, version: str, leave: Callable[[], None]
 ) -> AsyncIterator[None]:
-    """Hand over the listening socket to routers that ask, for as long as the context lasts.
-
-    An existing control socket at ``path`` is replaced; ``leave`` is called when another router serves.
-    """
+    """Hand over the listening socket to routers that ask, within the context; call ``leave`` when one serves."""
     with _control_socket(path) as control, listening.dup() as shared:
         handover = _Handover(control, shared, version, leave)
         task = asyncio.create_task(lasting(handover.accept, "handing over"), name="hand over")

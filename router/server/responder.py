@@ -59,7 +59,6 @@ class Responder:
         self.status = CLIENT_GONE
 
     async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, _send: ASGISendCallable) -> None:
-        """Run the application."""
         scope[OUT] = self  # type: ignore[literal-required]
         await self._app(scope, receive, self.send)
 
@@ -120,7 +119,6 @@ class Responder:
             self._early = asyncio.create_task(keep_alive())
 
     def stop_waiting(self) -> None:
-        """Send no more comments."""
         if self._timer is not None:
             self._timer.cancel()
         if self._early is not None:
@@ -146,7 +144,6 @@ class Responder:
         return not cycle.flow.write_paused
 
     async def drain(self) -> None:
-        """Wait until the client takes more."""
         await self.send({"type": "http.response.body", "body": b"", "more_body": True})
 
     async def end(self, events: Sequence[bytes]) -> None:

@@ -123,7 +123,6 @@ class Server(uvicorn.Server):
         loop.add_signal_handler(signal.SIGHUP, hung_up)
 
     async def accepting(self, serving: asyncio.Task[None]) -> None:
-        """Wait until the server accepts connections, or ``serving`` has ended."""
         while not self.started and not serving.done():  # noqa: ASYNC110
             await asyncio.sleep(POLL_S / 10)
 

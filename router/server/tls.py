@@ -37,11 +37,7 @@ class Pair:
 
 
 def load_pair(settings: TlsSettings) -> Pair:
-    """Return the pair of the settings.
-
-    Raises:
-        TlsError: It cannot be used, or has expired.
-    """
+    """Return the pair of the settings; ``TlsError``: it cannot be used, or has expired."""
     certificate, key = settings.certificate, settings.key
     assert certificate is not None
     assert key is not None
@@ -97,14 +93,9 @@ def _state(settings: TlsSettings) -> State:
 
 
 class Tls:
-    """What a server needs to speak TLS."""
+    """What a server needs to speak TLS; ``TlsError``: the pair cannot be used."""
 
     def __init__(self, settings: TlsSettings) -> None:
-        """Load the pair.
-
-        Raises:
-            TlsError: It cannot be used.
-        """
         self._settings, self._pair = settings, load_pair(settings)
         self._seen = self._pair.state
         self.context = self._pair.context  # for all connections; each handshake gets the newest pair
@@ -112,7 +103,6 @@ class Tls:
 
     @property
     def expires(self) -> float:
-        """Return when the certificate expires, in seconds since 1970."""
         return self._pair.expires
 
     def use(self, settings: TlsSettings, pair: Pair) -> None:

@@ -145,14 +145,9 @@ class Logging:
         atexit.register(self.stop)
 
     def also_to_file(self, folder: Path, port: int) -> Path | None:
-        """Write to the router's file as well, unless the settings want none or it cannot be opened.
+        """Write to the router's file in ``engine.log_dir`` as well, unless the settings want none or it cannot be opened.
 
-        Args:
-            folder: ``engine.log_dir``.
-            port: That the router listens on.
-
-        Returns:
-            The file, if the lines of requests that end well go there and not to standard error.
+        Return it if the lines of requests that end well go there and not to standard error.
         """
         if not self._telemetry.log_file_mb:
             return None
@@ -222,16 +217,11 @@ class _Queued(QueueHandler):
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Queue a line; one that does not fit is counted."""
         self.put(record)
 
 
 class _File(PrivateFile):
-    """The log file.
-
-    Attributes:
-        requests: Whether the lines of requests that ended well are for it.
-    """
+    """The log file; ``requests``: the lines of requests that ended well are for it."""
 
     requests = True
 
@@ -240,12 +230,7 @@ class _File(PrivateFile):
 
 
 class _Stream(Losses, logging.StreamHandler[Any]):
-    """Standard error, which may be a file on a full disk, or a pipe that nobody reads any longer.
-
-    Attributes:
-        json: Whether its lines are JSON, as the file's are.
-        requests: Whether the lines of requests that ended well are for it.
-    """
+    """Standard error, which may be a file on a full disk, or a pipe that nobody reads any longer."""
 
     what = "standard error"
 
@@ -304,7 +289,6 @@ class TextFormatter(logging.Formatter):
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return a log record's line, with control characters escaped."""
         fields = getattr(record, "fields", {})
         message = request_line(fields) if fields.get("event") == "request" else str(record.msg)
         request_id, trace_id = getattr(record, "ids", None) or (fields.get("request_id"), fields.get("trace_id"))

@@ -138,7 +138,6 @@ class UnknownTraceError(Exception):
 
 
 def render_listed(record: RequestRecord) -> dict[str, Any]:
-    """Return a request's trace as one line of a list, as JSON values."""
     return {
         "trace_id": record.trace_id,
         "name": f"POST {record.route}",

@@ -102,7 +102,6 @@ class Telemetry:
 
     @property
     def exports(self) -> bool:
-        """Tell whether there are spans at all."""
         return self._provider is not None
 
     def instrument(self, app: ASGIApp) -> ASGIApp:

@@ -131,14 +131,9 @@ class Upstream:
     ) -> EngineAnswer:
         """Try the chosen tier, then those that the policy would take instead by now, until an answer has begun.
 
-        Args:
-            decision: Where to try.
-            request: What to ask.
-            sent_at: When the request was first sent, by the monotonic clock; None: now.
-            lease: A slot on the chosen tier; None: one is taken here.
-            exclude: Replicas that are not to be tried.
-            over_limit: Take slots beyond what replicas are to have.
-            elsewhere: Whether other tiers may be tried.
+        ``sent_at`` is when the request was first sent, by the monotonic clock; None: now. ``lease``: a slot on the chosen
+        tier; None: one is taken here, with ``over_limit`` beyond what replicas are to have. Others may be tried
+        ``elsewhere``.
 
         Raises:
             EngineRefusedError: An engine says that the request is wrong.

@@ -155,13 +155,7 @@ def continuation(
 ) -> EngineRequest:
     """Return what the next engine is asked: complete the ids of the prompt and of the output so far.
 
-    Args:
-        origin: What the first engine was asked.
-        asked: What continuing it needs.
-        ids: Of the prompt, and of the output so far.
-        done: Output tokens so far.
-        left: Output tokens to come at most.
-        number: Of the continuation, from 1.
+    ``done`` output tokens there are, ``left`` are to come at most. ``number``: of the continuation, from 1.
     """
     sampling = dict(asked.sampling)
     if "min_tokens" in sampling:

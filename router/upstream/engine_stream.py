@@ -131,8 +131,7 @@ class EngineAnswer(ABC):
     async def begin(self) -> None:
         """Read up to the first token, or the whole of an answer that is not streamed.
 
-        Raises:
-            UpstreamError: The engine failed; nothing of its answer has been passed on.
+        ``UpstreamError``: the engine failed; nothing of its answer has been passed on.
         """
 
     @property
@@ -212,7 +211,6 @@ class EngineStream(EngineAnswer):
         self._failures: list[Exception] = []  # of who takes them
 
     async def begin(self) -> None:
-        """Read up to the first chunk that shows something."""
         await self._read()
         progress = self.progress
         # Until something was sent another can answer; afterwards one can go on with text alone, from the prompt's ids.
@@ -232,8 +230,7 @@ class EngineStream(EngineAnswer):
     async def relay(self, feed: Feed, drain: Drain) -> None:
         """Let ``feed`` have all of it as it comes, from whichever engine; return after its end.
 
-        Raises:
-            EngineBrokeError: The engine failed, or no token came in time, and no other could go on.
+        ``EngineBrokeError``: the engine failed, or no token came in time, and no other could go on.
         """
         try:
             while not await self.flow(feed):
@@ -250,8 +247,7 @@ class EngineStream(EngineAnswer):
     async def flow(self, feed: Feed) -> bool:
         """Let ``feed`` have what this engine sends, as it comes; False: it takes no more now, True: that was the end.
 
-        Raises:
-            EngineBrokeError: The engine failed, or no token came in time. What came before was passed on.
+        ``EngineBrokeError``: the engine failed, or no token came in time. What came before was passed on.
         """
         parser = self._parser
         if self._held:
@@ -336,11 +332,7 @@ class EngineStream(EngineAnswer):
 
 
 class BufferedAnswer(EngineAnswer):
-    """An answer that is not streamed, read as a whole before any of it is passed on.
-
-    Attributes:
-        content: The body.
-    """
+    """An answer that is not streamed, read as a whole before any of it is passed on."""
 
     def __init__(self, attempt: Attempt, answers: AnswerFormat = COMPLETION_FORMAT) -> None:
         super().__init__(attempt)
@@ -361,7 +353,6 @@ class BufferedAnswer(EngineAnswer):
 
 
 def continued_on(answer: EngineAnswer) -> list[TierName]:
-    """Return the tiers that went on with an answer, in order."""
     return [part.tier for part in answer.parts]
 
 

@@ -33,13 +33,7 @@ class EngineFailedError(UpstreamError):
 
 
 class EngineRefusedError(UpstreamError):
-    """The engine says that the request is wrong.
-
-    Attributes:
-        detail: The engine's message.
-        status: Its HTTP status.
-        body: Its whole answer.
-    """
+    """The engine says that the request is wrong: its message, its HTTP status, and its whole answer."""
 
     def __init__(self, detail: str, status: int = 400, body: bytes = b"") -> None:
         super().__init__(detail)

@@ -25,13 +25,10 @@ MOST_NESTED = 200  # lists and objects within one another, as the parser of our 
 
 
 def read_json(text: bytes | str) -> Any:
-    """Return what a JSON text holds.
+    """Return what a JSON text holds; ``ValueError``: it is not JSON.
 
     The parser keeps up to 16,384 short strings for as long as the process runs (jiter's ``py_string_cache.rs``). Here those
     are keys alone: values are what people ask and engines answer, which fill it over hours, and nobody asks for twice.
-
-    Raises:
-        ValueError: It is not JSON.
     """
     return from_json(text, cache_strings="keys")
 

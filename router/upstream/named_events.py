@@ -73,11 +73,7 @@ _NO_DELTA = _Delta()
 
 
 def read_message_event(raw: bytes) -> Chunk:
-    """Read one event of a streamed message.
-
-    Raises:
-        EngineBrokeError: It holds something that is no such event, or an error that the engine reports.
-    """
+    """Read one event of a streamed message; ``EngineBrokeError``: it is none, or an error that the engine reports."""
     event = _data_of(raw, _MESSAGE_EVENT)
     if event is None:
         return Chunk(raw)
@@ -93,7 +89,6 @@ def read_message_event(raw: bytes) -> Chunk:
 
 
 def read_message(content: bytes) -> WholeAnswer | None:
-    """Read a message that is not streamed; None where it is none."""
     try:
         message = decoded(_MESSAGE, content)
     except EngineBrokeError:
@@ -108,9 +103,8 @@ def _reason(stop_reason: str | None) -> str | None:
 def read_response_event(raw: bytes) -> Chunk:
     """Read one event of a streamed response.
 
-    Raises:
-        EngineBrokeError: It is no such event, an error that the engine reports, or the end of a response that is neither
-            complete nor as long as it may be.
+    ``EngineBrokeError``: it is none, an error that the engine reports, or the end of a response that is neither complete nor
+    as long as it may be.
     """
     event = _data_of(raw, _RESPONSE_EVENT)
     if event is None:
@@ -125,7 +119,6 @@ def read_response_event(raw: bytes) -> Chunk:
 
 
 def read_response(content: bytes) -> WholeAnswer | None:
-    """Read a response that is not streamed; None where it is none."""
     try:
         return _ended(decoded(_RESPONSE, content))
     except EngineBrokeError:

@@ -212,12 +212,7 @@ class _WholeAnswer(BufferedAnswer):
 
 
 class OverflowClient:
-    """Opens answers of the overflow. After failures it gets no requests for a while, as a replica of the fleet.
-
-    Attributes:
-        name: What answers and records call it; empty: there is none.
-        in_flight: Requests that it has.
-    """
+    """Opens answers of the overflow. After failures it gets no requests for a while, as a replica of the fleet."""
 
     def __init__(self, options: OverflowSettings, times: UpstreamSettings, telemetry: Telemetry) -> None:
         self._transport, self._telemetry = EngineTransport(), telemetry

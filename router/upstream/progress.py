@@ -66,7 +66,6 @@ class Progress:
         return self.point.characters == self.told and not (self.held_back and self._spoken)
 
     def note(self, chunk: Chunk) -> None:
-        """Note what has come."""
         if chunk.prompt_ids:
             self.prompt_ids = array("I", chunk.prompt_ids)
         if chunk.finish_reason is not None:

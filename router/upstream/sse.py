@@ -94,11 +94,7 @@ class Chunk(Struct, frozen=True):
 
 
 def parse_event(raw: bytes) -> Chunk:
-    """Read one event of a stream.
-
-    Raises:
-        EngineBrokeError: It holds something that is no chunk of an answer, or an error that the engine reports.
-    """
+    """Read one event of a stream; ``EngineBrokeError``: it is no chunk of an answer, or tells of an error."""
     if not raw.startswith(b"data:"):
         return Chunk(raw)  # comments keep connections alive
     try:
@@ -137,11 +133,7 @@ def _read_delta(delta: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def decoded(decoder: msgspec.json.Decoder[Any], text: bytes) -> Any:
-    """Decode what an engine says.
-
-    Raises:
-        EngineBrokeError: It is not what the decoder reads.
-    """
+    """Decode what an engine says; ``EngineBrokeError``: it is not what the decoder reads."""
     try:
         if not text.isascii():
             text.decode()  # strings that nobody reads are passed on as well
@@ -242,11 +234,7 @@ class EventParser:
         return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
     def check(self) -> None:
-        """Raise the fault that follows what was returned, once.
-
-        Raises:
-            EngineBrokeError: An event was refused.
-        """
+        """Raise the fault that follows what was returned, once."""
         fault, self._fault = self._fault, None
         try:
             if fault is not None:

@@ -101,8 +101,7 @@ class Connection(asyncio.Protocol):
     def send(self, message: bytes, *, head_only: bool, limit_s: float | None = None) -> None:
         """Send a request on an idle connection; ``limit_s`` is for the whole answer, or until ``Body.limit_reads``.
 
-        Raises:
-            httpx.ReadError: The engine has closed it.
+        ``httpx.ReadError``: the engine has closed it.
         """
         if self.state is not ConnectionState.IDLE or self._transport is None:  # uvloop may tell of it before this runs
             raise httpx.ReadError("the engine closed the connection at once")
@@ -114,11 +113,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(message)
 
     async def head(self) -> None:
-        """Wait for the answer's head.
-
-        Raises:
-            httpx.TransportError: The connection broke, or what came is no HTTP.
-        """
+        """Wait for the answer's head; ``httpx.TransportError``: the connection broke, or what came is no HTTP."""
         while not self.status:
             if self.fault is not None:
                 self.raise_fault()
@@ -207,7 +202,6 @@ class Connection(asyncio.Protocol):
         self._failed(httpx.RemoteProtocolError(f"the head of the engine's answer is over {MAX_HEAD_BYTES} bytes"))
 
     def resume_reading(self) -> None:
-        """Read the socket again."""
         self.paused = False
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()

@@ -87,12 +87,10 @@ def ok(found: str, check: str = "") -> Finding:
 
 
 def warning(found: str, then: str, check: str = "") -> Finding:
-    """Return a finding of something that works, but not as well as it could."""
     return Finding("", check, Health.WARNING, found, then)
 
 
 def problem(found: str, then: str, check: str = "") -> Finding:
-    """Return a finding of something that does not work."""
     return Finding("", check, Health.PROBLEM, found, then)
 
 
@@ -123,11 +121,7 @@ def gpu(context: CheckContext) -> Iterator[Finding]:
 
 
 def judge_gpu(parts: list[str]) -> Finding:
-    """Return what a GPU can compute.
-
-    Args:
-        parts: Index, name, driver, compute capability, MiB of memory, MiB free.
-    """
+    """Judge a GPU: its index, name, driver, compute capability, MiB of memory, MiB free."""
     index, name, driver, compute, total, free = parts
     memory_free = f"{int(free) / 1024:.1f} of {int(total) / 1024:.1f} GiB free"
     found = f"{index}: {name}, driver {driver}, compute capability {compute}, {memory_free}"
@@ -185,7 +179,6 @@ def keys(context: CheckContext) -> Iterator[Finding]:
 
 
 def engine_environment(context: CheckContext) -> Iterator[Finding]:
-    """Check that vLLM is installed where engines are started, in the version that is tested."""
     python = context.settings.engine.python
     if not python.is_file():
         needed = bool(local_tiers(context))
@@ -209,7 +202,6 @@ def engine_environment(context: CheckContext) -> Iterator[Finding]:
 
 
 def checkpoints(context: CheckContext) -> Iterator[Finding]:
-    """Check that each tier started here has a complete checkpoint."""
     settings, wanted = context.settings, local_tiers(context)
     if not wanted:
         yield ok("none needed: every tier runs elsewhere")
@@ -252,7 +244,6 @@ def judge_checkpoint(name: TierName, folder: Path, made: Checkpoint | None) -> F
 
 
 def router_port(context: CheckContext) -> Iterator[Finding]:
-    """Check that the router's port is free, or that a router has it."""
     host, port = context.settings.server.host, context.settings.server.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -268,7 +259,6 @@ def router_port(context: CheckContext) -> Iterator[Finding]:
 
 
 def engine_ports(context: CheckContext) -> Iterator[Finding]:
-    """Check the ports of engines that are started here: free, or those of a router's engines."""
     tiers, base = context.settings.tiers, context.settings.engine.base_port
     ports = range(base, base + sum(tiers.of(name).replicas_here for name in tiers.names))
     taken = []
@@ -324,7 +314,6 @@ def _of_a_router(port: int) -> bool:
 
 
 def running_router(context: CheckContext) -> Iterator[Finding]:
-    """Check a running router's health, its replicas and its measurements."""
     alive, url = _get(context, "/healthz"), context.url or own_url(context.settings)
     if alive is None:
         yield ok(f"none answers at {url} ('make up' starts one)")
@@ -352,7 +341,6 @@ def running_router(context: CheckContext) -> Iterator[Finding]:
 
 
 def judge_fleet(fleet: dict[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for each replica of a fleet as ``GET /tiers`` gives it, and for each tier without one."""
     for tier in fleet["tiers"]:
         name = f"tier {tier['tier']}"
         if not tier["replicas"]:
@@ -377,7 +365,6 @@ def judge_fleet(fleet: dict[str, Any]) -> Iterator[Finding]:
 
 
 def judge_profiling(profiling: dict[str, Any]) -> Finding:
-    """Return what a router has measured of its tiers, as ``GET /tiers`` gives it."""
     check, state, measured = "measuring", profiling["state"], profiling["measured"]
     known = ", ".join(f"{name} of {' '.join(tiers)}" for name, tiers in measured.items() if tiers)
     found = f"measured: {known or 'nothing yet'}"
@@ -404,7 +391,6 @@ def _without_engine(tier: dict[str, Any], check: str) -> Finding:
 
 
 def _first_line(detail: str | None) -> str:
-    """Return the first line of a detail, after a colon; empty without a detail."""
     text = (detail or "").partition("\n")[0][:DETAIL_CHARS]
     return f": {text}" if text else ""
 
