@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
+from classifier import TokenCounter
 from router.accounting.charging import Charging
 from router.accounting.database import Database
 from router.accounting.ledgers import ledger_of
@@ -32,7 +36,7 @@ from router.api.passthrough import Embeddings, Passthrough, Tokens
 from router.api.paths import COUNT_TOKENS, EMBEDDINGS, PAGE, RESPONSES
 from router.api.problems import PROBLEMS, response_to
 from router.api.resumable import ResumableStreams
-from router.auth.access import open_access
+from router.auth.access import KeyStore, open_access
 from router.auth.api_keys import KeysError
 from router.auth.network import is_loopback
 from router.auth.quota import Quotas
@@ -54,30 +58,19 @@ from router.policy.table import PolicyStore
 from router.profiling.auto_profile import AutoProfile
 from router.profiling.prompt_samples import PromptSamples
 from router.profiling.shadow_evaluation import ShadowEvaluation
-from router.reload import ReloadError
+from router.reload import ReloadError, Reloads
 from router.server.memory import keep_handing_back
 from router.server.tls import Tls, TlsError, load_pair
+from router.settings import Settings
 from router.telemetry.logs import Logging
 from router.telemetry.record import log_outcome
+from router.telemetry.tracing import Telemetry
 from router.upstream.client import Upstream
 from router.upstream.overflow import OverflowClient
 from router.upstream.transport import EngineTransport
 from tiers.background import lasting
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from starlette.requests import Request
-    from starlette.responses import Response
-    from starlette.types import ASGIApp
-
-    from classifier import TokenCounter
-    from router.auth.access import KeyStore
-    from router.reload import Reloads
-    from router.settings import Settings
-    from router.telemetry.tracing import Telemetry
-    from tiers.fleet import Fleet
-    from tiers.lifecycle.operations import Operations
+from tiers.fleet import Fleet
+from tiers.lifecycle.operations import Operations
 
 DECISION_LOG_BYTES = 100 << 20  # of that file, until it is rotated
 LEAST_REQUESTS = 64  # that engines may have at once, however few they are

@@ -11,15 +11,13 @@ import stat
 import sys
 import time
 from contextlib import suppress
+from io import TextIOWrapper
 from logging.handlers import QueueListener, RotatingFileHandler
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tiers.private_files import OWNER_ONLY, make_private_folder, open_private
-
-if TYPE_CHECKING:
-    from io import TextIOWrapper
 
 log = logging.getLogger(f"qarr.{__name__}")
 CALM_S = 10.0  # without a lost line, until a file counts as mended: a disk that is nearly full takes some lines

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
 
-from router.settings import Settings, changes
+from router.settings import Change, Settings, changes
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from router.settings import Change
-
-    Commit = Callable[[], Awaitable[None]]
-    Prepare = Callable[[Settings], Awaitable[Commit]]
+Commit = Callable[[], Awaitable[None]]
+Prepare = Callable[[Settings], Awaitable[Commit]]
 
 log = logging.getLogger(f"qarr.{__name__}")
 

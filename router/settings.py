@@ -10,11 +10,13 @@ import logging
 import os
 import re
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 from pydantic_settings import BaseSettings, EnvSettingsSource
 
@@ -42,11 +44,6 @@ from router.server.settings import ServerSettings, TlsSettings
 from router.telemetry.settings import TelemetrySettings
 from router.upstream.settings import OverflowSettings, UpstreamSettings
 from tiers.spec import OVERFLOW, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from pydantic.fields import FieldInfo
 
 PREFIX = "QARR_"
 PLAIN_VARIABLES = {"QARR_CONFIG", "QARR_CACHE_DIR", "QARR_KEY", "QARR_URL"}  # with the prefix, but no settings

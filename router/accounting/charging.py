@@ -7,25 +7,20 @@ whole request, so that it never costs more than was predicted for as many tokens
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from router.accounting.budgets import OverBudgetError
+from router.accounting.reservations import Reservation, Reservations
+from router.auth.api_keys import Caller
 from router.policy.decide import decide
-from router.policy.decision import Rate, Refusal
+from router.policy.decision import Decision, Query, Rate, Refusal
+from router.policy.table import PolicyStore
+from router.settings import Settings
 from router.telemetry.record import Cost, TierUsage
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from router.accounting.reservations import Reservation, Reservations
-    from router.auth.api_keys import Caller
-    from router.policy.decision import Decision, Query
-    from router.policy.table import PolicyStore
-    from router.settings import Settings
-    from router.upstream.engine_stream import EngineAnswer
-    from tiers.fleet import Fleet
-    from tiers.spec import TierName, TierSpec
+from router.upstream.engine_stream import EngineAnswer
+from tiers.fleet import Fleet
+from tiers.spec import TierName, TierSpec
 
 HOUR_S = 3600
 HARD_STOP = 2  # times the budget, that the cheapest tier may go up to

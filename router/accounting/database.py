@@ -10,15 +10,13 @@ import asyncio
 import fcntl
 import os
 import sqlite3
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 from tiers.private_files import make_private_folder, open_private
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 T = TypeVar("T")
 BUSY_S = 10.0  # that a change waits for those of other processes

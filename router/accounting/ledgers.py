@@ -6,23 +6,17 @@ change. A settlement may be repeated: only the first counts. A reservation ends 
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
 
-from router.accounting.budgets import Hold, Reserved, Used
-from router.auth.api_keys import Account
+from router.accounting.budgets import Hold, Periods, Reserved, Used
+from router.accounting.database import Database
+from router.auth.api_keys import Account, Span, Unit
 from router.redis_link import REDIS_TIMEOUT_S, connect
+from router.settings import Settings
 from router.telemetry.record import FREE, Cost
-
-if TYPE_CHECKING:
-    import sqlite3
-    from collections.abc import Callable, Iterable, Mapping
-
-    from router.accounting.budgets import Periods
-    from router.accounting.database import Database
-    from router.auth.api_keys import Span, Unit
-    from router.settings import Settings
 
 LEASE_S = 180.0  # after which the reservation of a dead router is free again
 SETTLED_KEPT_S = 86_400  # for which a repeated settlement is known

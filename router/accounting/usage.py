@@ -10,24 +10,19 @@ import logging
 import sqlite3
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from router.accounting.budgets import periods, renews_at
-from router.auth.api_keys import MICRO
-from router.telemetry.record import TierUsage
+from router.accounting.charging import Charging
+from router.accounting.database import Database
+from router.accounting.ledgers import BudgetLedger
+from router.auth.api_keys import MICRO, Caller
+from router.telemetry.record import RequestRecord, TierUsage
 from tiers.background import Faults
 from tiers.spec import OVERFLOW
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from router.accounting.charging import Charging
-    from router.accounting.database import Database
-    from router.accounting.ledgers import BudgetLedger
-    from router.auth.api_keys import Caller
-    from router.telemetry.record import RequestRecord
 
 log = logging.getLogger(f"qarr.{__name__}")
 WRITE_S = 1.0

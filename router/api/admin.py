@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from router.api.asgi import context_of, read_body
-from router.api.bodies import json_response, parse_adapter, parse_remove, parse_replica
+from router.api.bodies import Rules, json_response, parse_adapter, parse_remove, parse_replica
 from router.api.problems import NotAdminError
+from router.auth.access import KeyStore
 from router.auth.network import is_loopback
+from router.reload import Reloads
+from tiers.lifecycle.adapters import AdapterResult
 from tiers.lifecycle.operations import KINDS, Kind, Operation, Operations
 from tiers.spec import Adapter
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from starlette.requests import Request
-    from starlette.responses import Response
-
-    from router.api.bodies import Rules
-    from router.auth.access import KeyStore
-    from router.reload import Reloads
-    from tiers.lifecycle.adapters import AdapterResult
 
 ALL_REPLICAS = "/admin/replicas"
 REPLICAS = ALL_REPLICAS + "/{id}"

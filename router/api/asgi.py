@@ -6,21 +6,16 @@ import asyncio
 import gzip
 import time
 import zlib
+from collections.abc import Callable, Mapping
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
 import zstandard
+from starlette.types import Message, Receive, Scope
 
+from router.pipeline.request import RequestContext
 from router.server.errors import BodyTooLargeError
-from router.server.responder import HOLD, OUT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from starlette.types import Message, Receive, Scope
-
-    from router.pipeline.request import RequestContext
-    from router.server.responder import Responder
+from router.server.responder import HOLD, OUT, Responder
 
 CONTEXT = "qarr.context"  # in a scope: what ``context_of`` returns
 LARGE_BODY = 1 << 16  # bytes

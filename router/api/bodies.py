@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from pydantic_core import from_json, to_json
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import ErrorDetails, from_json, to_json
 from starlette.responses import Response
 
 from router.api.settings import LimitSettings, TierPolicy
 from router.pipeline.request import NO_BOUNDS, RoutingOptions, Truncate
 from router.policy.decision import Priority, Sla, Sort
-from router.section import AdapterName, EngineAddress  # noqa: TC001  pydantic reads them
+from router.section import AdapterName, EngineAddress
+from router.settings import Settings
+from tiers.preparing import Preparing
 from tiers.quantization import QUANTIZATIONS, Quantization
+from tiers.snapshot import FleetSnapshot, ReplicaState
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-
-    from pydantic import ValidationInfo
-    from pydantic_core import ErrorDetails
-
-    from router.settings import Settings
-    from tiers.preparing import Preparing
-    from tiers.snapshot import FleetSnapshot, ReplicaState
-
 
 # Of OpenRouter's object, what means nothing here, or cannot be promised.
 NOT_HERE = (

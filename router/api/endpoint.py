@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from pydantic_core import to_json
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from router.api.asgi import (
     apart,
@@ -19,30 +21,21 @@ from router.api.asgi import (
     responder_of,
     start_message,
 )
+from router.api.bodies import Rules
 from router.api.paths import error_form
 from router.api.problems import describe
-from router.api.resumable import ResumableStream, ResumedElsewhereError, StreamGoneError
+from router.api.resumable import ResumableStream, ResumableStreams, ResumedElsewhereError, StreamGoneError
 from router.api.truncation import cutter_for
-from router.upstream.engine_stream import BufferedAnswer, EngineStream
+from router.pipeline.pipeline import Pipeline
+from router.pipeline.registry import ActiveRequest
+from router.pipeline.request import Call, RequestContext
+from router.policy.decision import Decision
+from router.server.responder import Responder
+from router.settings import Settings
+from router.telemetry.settings import TelemetrySettings
+from router.upstream.engine_stream import BufferedAnswer, EngineAnswer, EngineStream
 from router.upstream.errors import UpstreamError
-from router.upstream.sse import SEPARATOR
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
-
-    from starlette.types import Receive, Scope, Send
-
-    from router.api.bodies import Rules
-    from router.api.resumable import ResumableStreams
-    from router.pipeline.pipeline import Pipeline
-    from router.pipeline.registry import ActiveRequest
-    from router.pipeline.request import Call, RequestContext
-    from router.policy.decision import Decision
-    from router.server.responder import Responder
-    from router.settings import Settings
-    from router.telemetry.settings import TelemetrySettings
-    from router.upstream.engine_stream import EngineAnswer
-    from router.upstream.sse import Chunk
+from router.upstream.sse import SEPARATOR, Chunk
 
 log = logging.getLogger(f"qarr.{__name__}")
 EVENT_STREAM = "text/event-stream; charset=utf-8"

@@ -7,14 +7,17 @@ that its caller may lose the connection and go on with the header ``Last-Event-I
 from __future__ import annotations
 
 from asyncio import sleep
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import to_json
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from classifier import TokenCounter
 from router.api.asgi import context_of, read_body
 from router.api.bodies import (
     STANDARD_RULES,
@@ -27,31 +30,20 @@ from router.api.bodies import (
     provider_allowed,
     routing_allowed,
 )
-from router.api.endpoint import Endpoint
+from router.api.endpoint import Endpoint, Service
 from router.api.models import adapter_names
 from router.api.openai_prompt import last_turn
 from router.api.paths import ErrorForm
 from router.api.problems import describe
 from router.api.provider import with_provider
-from router.pipeline.request import Call, PromptText, chat_part, class_priority, session_of
+from router.api.truncation import Cutter
+from router.pipeline.registry import ActiveRequest
+from router.pipeline.request import Call, PromptText, RequestContext, chat_part, class_priority, session_of
 from router.policy.render import render_decision
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import EngineStream, continued_on
 from router.upstream.progress import Resumption
-from router.upstream.sse import SEPARATOR
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from pydantic import ValidationInfo
-    from starlette.types import Receive, Scope, Send
-
-    from classifier import TokenCounter
-    from router.api.endpoint import Service
-    from router.api.truncation import Cutter
-    from router.pipeline.registry import ActiveRequest
-    from router.pipeline.request import RequestContext
-    from router.upstream.sse import Chunk
+from router.upstream.sse import SEPARATOR, Chunk
 
 MAX_MESSAGES = 1000
 MAX_STOPS, MAX_STOP_CHARS = 16, 200  # the engine holds as many characters back as the longest has

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from starlette.types import Receive, Scope, Send
 
 from router.api.asgi import context_of
 from router.api.bodies import FieldProblem, InvalidBodyError, json_response
 from router.api.problems import UnknownModelError
+from router.api.settings import OpenAISettings
 from router.upstream.json_object import JsonObject, NotJsonError
+from tiers.fleet import Fleet
 from tiers.quantization import shown_quantization
+from tiers.snapshot import TierSnapshot
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from starlette.types import Receive, Scope, Send
-
-    from router.api.settings import OpenAISettings
-    from tiers.fleet import Fleet
-    from tiers.snapshot import TierSnapshot
-    from tiers.spec import TierName
-
 
 ANY_TIER = {"auto": "auto", "qarr": "auto"}
 

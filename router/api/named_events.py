@@ -6,38 +6,30 @@ tell token ids: after the first byte a fault ends a stream with an error event. 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from starlette.requests import Request
+
+from classifier import TokenCounter
 from router.api.bodies import FieldProblem, InvalidBodyError
-from router.api.endpoint import Endpoint, as_it_came, report_on, with_member
+from router.api.endpoint import Endpoint, Service, as_it_came, report_on, with_member
 from router.api.models import read_document, resolve
 from router.api.openai import priority_to_send, routing_fields, undraftable_of
 from router.api.openai_prompt import PART_TOKENS, SYSTEM_ROLES, last_turn, other_parts, text_of
 from router.api.paths import MESSAGES, RESPONSES, error_form
 from router.api.problems import NotStoredError, describe
 from router.api.provider import provider_of, with_provider
-from router.pipeline.request import MAX_COUNT, Call, PromptText, chat_part, session_of
+from router.pipeline.registry import ActiveRequest
+from router.pipeline.request import MAX_COUNT, Call, PromptText, RequestContext, chat_part, session_of
 from router.upstream.engine_request import EngineRequest
-from router.upstream.json_object import as_boolean, as_integer
+from router.upstream.errors import UpstreamError
+from router.upstream.json_object import JsonObject, as_boolean, as_integer
 from router.upstream.named_events import MESSAGE_FORMAT, RESPONSE_FORMAT
-from router.upstream.sse import SEPARATOR
+from router.upstream.sse import SEPARATOR, AnswerFormat, Chunk
 from tiers.prefix_memory import Part
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from starlette.requests import Request
-
-    from classifier import TokenCounter
-    from router.api.endpoint import Service
-    from router.pipeline.registry import ActiveRequest
-    from router.pipeline.request import RequestContext
-    from router.upstream.errors import UpstreamError
-    from router.upstream.json_object import JsonObject
-    from router.upstream.sse import AnswerFormat, Chunk
-
 
 _ASIDE = {"tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"}  # blocks that are no other part
 

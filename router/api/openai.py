@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -18,14 +18,24 @@ from router.api.bodies import (
     first_errors,
     routing_allowed,
 )
-from router.api.endpoint import Endpoint, as_it_came, report_on
+from router.api.endpoint import Endpoint, Service, as_it_came, report_on
 from router.api.models import read_document, resolve
 from router.api.openai_events import RelayedEvents
 from router.api.openai_prompt import beside, read_chat, read_completion
 from router.api.paths import CHAT, COMPLETIONS
 from router.api.provider import provider_of, with_provider
-from router.api.truncation import cut_prompts
-from router.pipeline.request import MAX_COUNT, Call, class_priority, priority_within, session_of
+from router.api.settings import TierPolicy
+from router.api.truncation import Cutter, cut_prompts
+from router.pipeline.registry import ActiveRequest
+from router.pipeline.request import (
+    MAX_COUNT,
+    Call,
+    PromptText,
+    RequestContext,
+    class_priority,
+    priority_within,
+    session_of,
+)
 from router.upstream.engine_request import (
     DEFAULT_COMPLETION,
     EngineRequest,
@@ -35,13 +45,6 @@ from router.upstream.engine_request import (
 )
 from router.upstream.engine_stream import EngineStream
 from router.upstream.json_object import JsonObject, as_boolean, as_integer
-
-if TYPE_CHECKING:
-    from router.api.endpoint import Service
-    from router.api.settings import TierPolicy
-    from router.api.truncation import Cutter
-    from router.pipeline.registry import ActiveRequest
-    from router.pipeline.request import PromptText, RequestContext
 
 # Header → member of the ``qarr`` object; numbers are written as such.
 HEADERS: dict[bytes, tuple[str, ...]] = {

@@ -7,21 +7,16 @@ Token ids, which failover needs, are taken out.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pydantic_core import to_json
 
 from router.api.paths import ErrorForm
 from router.api.problems import describe
-from router.upstream.engine_stream import continued_on
+from router.upstream.engine_stream import EngineStream, continued_on
 from router.upstream.json_object import read_json
-from router.upstream.sse import DONE, SEPARATOR
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from router.upstream.engine_stream import EngineStream
-    from router.upstream.sse import Chunk
+from router.upstream.sse import DONE, SEPARATOR, Chunk
 
 # Quotes in a JSON string are escaped, so these stand only where a member of that name does.
 _FINGERPRINT = b'"system_fingerprint"'

@@ -5,16 +5,13 @@ Malformed parts read as empty: the engine gets the body unchanged and reports be
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from classifier import TokenCounter
 from router.pipeline.request import PromptText, chat_part
+from router.upstream.json_object import JsonObject
 from tiers.prefix_memory import Part
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from classifier import TokenCounter
-    from router.upstream.json_object import JsonObject
 
 SHORT_CHARS = 200  # a shorter last turn ("and now in Rust?") is read together with the user's previous turn
 PART_TOKENS = 1000  # assumed for each part that is not text: no tier's tokenizer can count those

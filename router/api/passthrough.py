@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from router.api.asgi import cancel_on_disconnect, context_of, no_body, read_body
 from router.api.models import read_document, resolve
 from router.api.paths import EMBEDDINGS, ErrorForm, error_form
 from router.api.problems import NoEmbeddingsError
-from router.upstream.client import no_answer, refusal
+from router.auth.quota import Quotas
+from router.pipeline.request import RequestContext
+from router.settings import Settings
+from router.upstream.client import Pool, Upstream, no_answer, refusal
 from router.upstream.errors import EngineFailedError, EngineUnreachableError, NoSlotError, UpstreamError
+from router.upstream.json_object import JsonObject
+from tiers.fleet import Fleet
 from tiers.spec import ReplicaStatus, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from starlette.types import Receive, Scope, Send
-
-    from router.auth.quota import Quotas
-    from router.pipeline.request import RequestContext
-    from router.settings import Settings
-    from router.upstream.client import Pool, Upstream
-    from router.upstream.json_object import JsonObject
-    from tiers.fleet import Fleet
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from router.accounting.budgets import BudgetUnknownError, NoPriceError, OverBudgetError
 from router.api.asgi import CODINGS, ClientGoneError, ForeignHostError, ForeignPageError, UnknownCodingError, context_of
@@ -42,11 +44,6 @@ from router.upstream.errors import (
     UpstreamError,
 )
 from tiers.errors import NotPossibleError, UnknownReplicaError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from starlette.types import Scope
 
 log = logging.getLogger(f"qarr.{__name__}")
 MEDIA_TYPE = "application/problem+json"

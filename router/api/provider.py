@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from router.api.bodies import FieldProblem, InvalidBodyError, ProviderBody, problems_of, provider_allowed
+from router.api.bodies import FieldProblem, InvalidBodyError, ProviderBody, Rules, problems_of, provider_allowed
+from router.pipeline.request import RoutingOptions
+from router.upstream.json_object import JsonObject
+from tiers.fleet import Fleet
 from tiers.quantization import quantizations_of
-from tiers.spec import UNKNOWN, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from router.api.bodies import Rules
-    from router.pipeline.request import RoutingOptions
-    from router.upstream.json_object import JsonObject
-    from tiers.fleet import Fleet
-    from tiers.spec import TierSpec
+from tiers.spec import UNKNOWN, TierName, TierSpec
 
 
 def provider_of(document: JsonObject, rules: Rules) -> ProviderBody | None:

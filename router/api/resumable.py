@@ -10,18 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
+
+from starlette.types import Send
 
 from router.aio import Signal
 from router.api.asgi import body_message
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-    from typing import Any
-
-    from starlette.types import Send
-
-    from router.server.settings import ServerSettings
+from router.server.settings import ServerSettings
 
 log = logging.getLogger(f"qarr.{__name__}")
 REMEMBERED = 1000  # ids of ended streams, to tell them from unknown ids

@@ -6,21 +6,18 @@ too long.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from classifier import TokenCounter
 from router.api.asgi import apart
 from router.api.openai_prompt import PART_TOKENS, SYSTEM_ROLES, is_ids, other_parts, text_of
+from router.pipeline.pipeline import Pipeline
+from router.pipeline.request import Call, Truncate
 from router.policy.decide import longest_context
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from classifier import TokenCounter
-    from router.pipeline.pipeline import Pipeline
-    from router.pipeline.request import Call, Truncate
-    from tiers.spec import TemplateTokens
+from tiers.spec import TemplateTokens
 
 CLOSE = 4  # tokens that a cut text may be shorter than it could be: nearer takes many more counts
 

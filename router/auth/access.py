@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
 
-from router.auth.api_keys import ANONYMOUS, KeyExpiredError, KeysError, UnauthorizedError, hash_key, read_key_file
+from router.auth.api_keys import (
+    ANONYMOUS,
+    Caller,
+    KeyExpiredError,
+    KeysError,
+    TeamRecord,
+    UnauthorizedError,
+    hash_key,
+    read_key_file,
+)
 from router.auth.tokens import MOST_TOKEN_CHARS, Tokens
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from router.auth.api_keys import Caller, TeamRecord
-    from router.settings import Settings
+from router.settings import Settings
 
 log = logging.getLogger(f"qarr.{__name__}")
 RELOAD_S = 1.0  # a change of the file takes effect within this time

@@ -10,20 +10,18 @@ import hashlib
 import os
 import secrets
 import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from router.policy.decision import Priority  # noqa: TC001  pydantic reads it
+from router.policy.decision import Priority
 from router.policy.profiles import first_fault
-from tiers.spec import TierName  # noqa: TC001  pydantic reads it
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+from tiers.spec import TierName
 
 PREFIX = "qarr-"
 MICRO = 1_000_000  # amounts of budgets are millionths of an engine-second and of the currency

@@ -16,18 +16,15 @@ import math
 import secrets
 import time
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from router.aio import Finishing, end_tasks
+from router.auth.api_keys import Caller, Quota
 from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, RedisClock, connect, outage
 from tiers.background import Faults
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from router.auth.api_keys import Caller, Quota
 
 log = logging.getLogger(f"qarr.{__name__}")
 WINDOW_S = 60

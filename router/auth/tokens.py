@@ -13,11 +13,12 @@ import json
 import logging
 import re
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import jwt
@@ -32,12 +33,8 @@ from router.auth.api_keys import (
     UnauthorizedError,
     UnknownSignerError,
 )
+from router.auth.settings import JwtSettings
 from router.policy.profiles import first_fault
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from router.auth.settings import JwtSettings
 
 log = logging.getLogger(f"qarr.{__name__}")
 AGAIN_S = 10.0  # least time between two fetches

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path  # noqa: TC003  typer reads it
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from pydantic_core import to_json
 
-from classifier import explain, extract
+from classifier import PromptFeatures, explain, extract
 from router.cli.client import KeyOption, RouterApiClient, UrlOption
 from router.cli.common import ConfigOption, err, fail, tier_settings
 from router.deployment.layout import make_counter, named_counter, prepare_options, tier_spec
@@ -19,17 +20,11 @@ from router.policy.decision import Query
 from router.policy.render import render_features
 from router.policy.table import policy_table
 from router.section import SettingsError
-from router.settings import load_settings
+from router.settings import Settings, load_settings
 from tiers.checkpoints.prepare import finished
 from tiers.errors import OperationError
 from tiers.snapshot import FleetSnapshot, ReplicaState, TierSnapshot
 from tiers.spec import ReplicaStatus, TemplateTokens
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from classifier import PromptFeatures
-    from router.settings import Settings
 
 
 def classify(

@@ -5,21 +5,17 @@ from __future__ import annotations
 import ssl
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import httpx
 import typer
 
 from router.cli.common import ConfigOption, err, http_url, plain
 from router.section import SettingsError
-from router.settings import load_settings
+from router.server.settings import TlsSettings
+from router.settings import Settings, load_settings
 from tiers.errors import OperationError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from router.server.settings import TlsSettings
-    from router.settings import Settings
 
 TIMEOUT_S = 30.0
 KEY_NEEDED = "the router needs a key: give one with --key or in the variable QARR_KEY"

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from router.cli.client import UrlOption, find_router
 from router.cli.common import ConfigOption, Progress, print_table
-from router.policy.profiles import REFERENCE, ProfileError, load_latency
-from router.profiling.client import RouterClient
+from router.policy.profiles import REFERENCE, Fit, LatencyProfile, ProfileError, QualityProfile, load_latency
+from router.profiling.client import FleetState, RouterClient
 from router.profiling.lm_eval import CLASSES, import_runs, read_classes
 from router.profiling.measure_latency import LatencyPlan, measure_latency
 from router.profiling.measure_quality import Plan, measure
@@ -23,12 +24,6 @@ from router.profiling.run_code import passes
 from router.profiling.tasks import SUITE, TASKS, read_tasks
 from router.settings import load_settings
 from tiers.spec import TierName
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from router.policy.profiles import Fit, LatencyProfile, QualityProfile
-    from router.profiling.client import FleetState
 
 profile_app = typer.Typer(help="Measure the loss and the speed of a running fleet's tiers.", no_args_is_help=True)
 

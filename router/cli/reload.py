@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from router.cli.client import RouterApiClient  # noqa: TC001  typer reads it
+from router.cli.client import RouterApiClient
 from router.cli.common import with_options
 
 

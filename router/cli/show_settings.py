@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from pydantic import SecretStr
+from pydantic.fields import FieldInfo
 
-from router.cli.common import ConfigOption  # noqa: TC001  typer reads it
+from router.cli.common import ConfigOption
 from router.deployment.settings import DEFAULT_LENGTHS
 from router.section import PROJECT, cache_dir, config_dir, runtime_dir, state_dir
 from router.settings import Settings, leaves, load_settings
-
-if TYPE_CHECKING:
-    from pydantic.fields import FieldInfo
 
 
 def show_settings(

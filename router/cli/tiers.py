@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -15,13 +16,9 @@ from router.deployment.options import make_canary
 from router.settings import load_settings
 from tiers.address import normalised
 from tiers.errors import OperationError
+from tiers.lifecycle.operations import Kind
 from tiers.preparing import Preparing
 from tiers.spec import TierName
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tiers.lifecycle.operations import Kind
 
 tiers_app = typer.Typer(help="Show the running fleet; add, remove, drain, resume, restart and recycle its replicas.")
 POLL_S = 0.5

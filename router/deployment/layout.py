@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from classifier import EstimatingCounter, ModelTokenCounter, TokenCounter, TokenizerError, extract
+from router.deployment.settings import LoraSettings, TierSettings
+from router.settings import Settings
 from router.telemetry.tracing import engine_target
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike, identity
 from tiers.checkpoints.parsers import parser_args
 from tiers.checkpoints.precision import checkpoint_precision, told_precision
 from tiers.checkpoints.prepare import PrepareOptions, check_model, slug
+from tiers.cluster.runner import RayOptions
 from tiers.errors import CheckpointError, EngineError, PlanError, TokenizerMismatchError
 from tiers.plan import Plan, machine_name, make_plan, model_config, read_machine
 from tiers.ranking import rising
 from tiers.spec import UNKNOWN, Adapter, Adapters, Draft, EngineLaunch, TierName, TierSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from router.deployment.settings import LoraSettings, TierSettings
-    from router.settings import Settings
-    from tiers.cluster.runner import RayOptions
 
 HOST = "127.0.0.1"
 

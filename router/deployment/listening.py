@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING
 
-from router.auth.access import open_access
+from router.auth.access import KeyStore, open_access
 from router.auth.network import is_loopback
 from router.server.http_protocol import allow_files, bound_unsent
-
-if TYPE_CHECKING:
-    from router.auth.access import KeyStore
-    from router.settings import Settings
+from router.settings import Settings
 
 
 class ListenError(Exception):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from router.deployment.layout import (
     Deployment,
@@ -21,22 +21,16 @@ from router.deployment.layout import (
     with_adapters,
     with_drafts,
 )
-from router.deployment.settings import DiscoverySettings
+from router.deployment.settings import DiscoverySettings, TierSettings
+from router.settings import Settings
 from router.telemetry.tracing import engine_target
-from tiers.checkpoints.checkpoint import check_alike
+from tiers.checkpoints.checkpoint import Checkpoint, check_alike
 from tiers.cluster.job import Job, WantedReplica
 from tiers.cluster.runner import RayEngines, RayOptions
 from tiers.errors import EngineError, PlanError
+from tiers.fleet import Fleet
 from tiers.lifecycle.command import engine_options, engine_variables
 from tiers.spec import EngineLaunch, Placement, ReplicaStatus, TierName, TierSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from router.deployment.settings import TierSettings
-    from router.settings import Settings
-    from tiers.checkpoints.checkpoint import Checkpoint
-    from tiers.fleet import Fleet
 
 GPU_SHARE = 0.9  # of the memory of a GPU that an engine has for itself, vLLM's own default
 FOLLOW_S = 0.5  # between two looks at the engines' file

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from router.settings import Settings
 from tiers.lifecycle.canary import Canary
 from tiers.lifecycle.discovery import DiscoveryOptions
 from tiers.lifecycle.operations import OperationOptions
@@ -11,10 +10,7 @@ from tiers.lifecycle.supervisor import SupervisorOptions
 from tiers.lifecycle.warmup import WarmupPlan
 from tiers.lifecycle.watchdog import WatchdogOptions
 from tiers.replica import FleetOptions
-
-if TYPE_CHECKING:
-    from router.settings import Settings
-    from tiers.spec import TierName
+from tiers.spec import TierName
 
 CANARY_FILE = "canary.json"
 MAX_SLOWDOWN = 8.0  # per token, of an engine alone on the machine against its latency profile

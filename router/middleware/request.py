@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.api.asgi import CONTEXT, ForeignHostError, ForeignPageError, body_message, context_of, responder_of
 from router.api.paths import PAGE, error_form
 from router.api.problems import DrainingError, describe, is_known, response_to
+from router.auth.access import KeyStore
 from router.auth.api_keys import ANONYMOUS, Caller, UnauthorizedError, UnknownSignerError
-from router.lifecycle import ServerPhase
+from router.lifecycle import ServerPhase, ServerState
 from router.pipeline.request import RequestContext
-from router.server.responder import OUT
+from router.server.responder import OUT, Responder
 from router.telemetry.logs import CLIENT_ERROR, begin_request, log_failure
-from router.telemetry.tracing import ANSWERED
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
-
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from router.auth.access import KeyStore
-    from router.lifecycle import ServerState
-    from router.server.responder import Responder
-    from router.telemetry.tracing import Telemetry
+from router.telemetry.tracing import ANSWERED, Telemetry
 
 log = logging.getLogger(f"qarr.{__name__}")
 # For load balancers, which have no keys, and for browsers, whose users enter a key on the page.

@@ -9,39 +9,33 @@ import asyncio
 import math
 import time
 from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from router.api.asgi import body_message, cancel_on_disconnect, context_of, start_message
 from router.api.bodies import json_response, render_fleet, scope_of
 from router.api.paths import MOST_LISTED
-from router.pipeline.registry import WINDOW_S
+from router.auth.access import KeyStore
+from router.auth.api_keys import Caller
+from router.lifecycle import ServerState
+from router.pipeline.pipeline import Pipeline
+from router.pipeline.registry import WINDOW_S, ActiveRequest
 from router.policy.profiles import percentile
 from router.policy.render import render_budget, render_loss
-from router.telemetry.record import Outcome, render_record
+from router.profiling.auto_profile import AutoProfile
+from router.profiling.shadow_evaluation import ShadowEvaluation
+from router.telemetry.record import Outcome, RequestRecord, Times, render_record
 from router.telemetry.request_trace import UnknownTraceError, render_listed, render_trace
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping
-
-    from starlette.requests import Request
-    from starlette.responses import Response
-    from starlette.types import Receive, Scope, Send
-
-    from router.auth.access import KeyStore
-    from router.auth.api_keys import Caller
-    from router.lifecycle import ServerState
-    from router.pipeline.pipeline import Pipeline
-    from router.pipeline.registry import ActiveRequest
-    from router.profiling.auto_profile import AutoProfile
-    from router.profiling.shadow_evaluation import ShadowEvaluation
-    from router.telemetry.record import RequestRecord, Times
-    from router.telemetry.settings import TelemetrySettings
+from router.telemetry.settings import TelemetrySettings
 
 TICK_S = 1.0
 KEEP_ALIVE_S = 15.0

@@ -10,18 +10,14 @@ from __future__ import annotations
 import base64
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
+from router.auth.access import KeyStore
 from router.auth.network import is_loopback
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
-
-    from router.auth.access import KeyStore
-    from router.server.settings import ServerSettings
+from router.server.settings import ServerSettings
 
 WEB = Path(__file__).with_name("web")
 # In this order; they share one scope.

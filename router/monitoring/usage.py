@@ -6,36 +6,29 @@ import asyncio
 import logging
 import sqlite3
 import time
+from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from prometheus_client import Counter
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from router.accounting.budgets import BudgetUnknownError
-from router.accounting.usage import day_of, read_usage, render_row, used_budgets
+from router.accounting.charging import Charging
+from router.accounting.database import Database
+from router.accounting.usage import Row, Use, day_of, read_usage, render_row, used_budgets
 from router.api.asgi import context_of
 from router.api.bodies import json_response
-from router.auth.api_keys import MICRO, KeysError, read_keys
+from router.auth.access import KeyStore
+from router.auth.api_keys import MICRO, Caller, KeysError, read_keys
 from router.redis_link import UNAVAILABLE
 from tiers.background import Faults
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from prometheus_client import CollectorRegistry
-    from prometheus_client.metrics_core import Metric
-    from starlette.requests import Request
-    from starlette.responses import Response
-
-    from router.accounting.charging import Charging
-    from router.accounting.database import Database
-    from router.accounting.usage import Row, Use
-    from router.auth.access import KeyStore
-    from router.auth.api_keys import Caller
 
 log = logging.getLogger(f"qarr.{__name__}")
 OTHER = "other"

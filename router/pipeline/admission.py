@@ -16,26 +16,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 from router.pipeline.request import class_of
 from router.pipeline.request_queue import RequestQueue, Waiter
+from router.pipeline.settings import AdmissionSettings
 from router.policy.decide import UNKNOWN_RETRY_S, decide
-from router.policy.decision import PRIORITIES, Basis, Refusal, RequestRefusedError
+from router.policy.decision import PRIORITIES, Basis, Decision, Query, Refusal, RequestRefusedError
+from router.policy.table import PolicyStore
 from router.telemetry.record import JOURNEY
 from router.upstream.client import lease_for
-from tiers.fleet import Demand
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from router.pipeline.settings import AdmissionSettings
-    from router.policy.decision import Decision, Query
-    from router.policy.table import PolicyStore
-    from tiers.fleet import Fleet, Lease
-    from tiers.spec import TierName, TierSpec
+from tiers.fleet import Demand, Fleet, Lease
+from tiers.spec import TierName, TierSpec
 
 OLDEST_EVERY = 8  # one slot in so many goes to the request that has waited longest
 TICK_S = 0.1  # slots free by time as well: engines get ready, breakers half-open

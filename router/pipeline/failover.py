@@ -9,31 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, product
-from typing import TYPE_CHECKING
 
 from pydantic_core import to_json
 
-from router.upstream.engine_request import continuation
-from router.upstream.engine_stream import EngineStream
+from router.policy.decision import Decision
+from router.policy.table import PolicyStore
+from router.telemetry.tracing import Telemetry
+from router.upstream.client import Upstream
+from router.upstream.engine_request import EngineRequest, continuation
+from router.upstream.engine_stream import Drain, EngineStream, Feed
 from router.upstream.errors import EngineBrokeError, EngineStalledError, UpstreamError, without_trace
 from router.upstream.json_object import read_json
+from router.upstream.progress import Progress, Resumption
 from router.upstream.sse import Chunk
+from tiers.fleet import Fleet
+from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from router.policy.decision import Decision
-    from router.policy.table import PolicyStore
-    from router.telemetry.tracing import Telemetry
-    from router.upstream.client import Upstream
-    from router.upstream.engine_request import EngineRequest
-    from router.upstream.engine_stream import Drain, Feed
-    from router.upstream.progress import Progress, Resumption
-    from tiers.fleet import Fleet
-    from tiers.replica import Replica
 
 DETOKENIZE = "/detokenize"
 BROKEN_CHARACTER = "\ufffd"

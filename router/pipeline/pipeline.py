@@ -4,40 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from router.accounting.charging import usage_of
+from classifier import PromptFeatures, TokenCounter
+from router.accounting.charging import Charging, usage_of
 from router.auth.api_keys import BeyondKeyError
-from router.pipeline.failover import Continuation
-from router.pipeline.request import MAX_COUNT
+from router.auth.quota import Quotas
+from router.pipeline.admission import Admission
+from router.pipeline.failover import Continuation, Failover
+from router.pipeline.overflow import Overflow
+from router.pipeline.registry import ActiveRequest, RequestRegistry
+from router.pipeline.request import MAX_COUNT, Call
 from router.policy.decide import decide, within_context
-from router.policy.decision import Refusal, RequestRefusedError
+from router.policy.decision import Decision, Refusal, RequestRefusedError
+from router.policy.decision_log import DecisionLog
+from router.policy.table import PolicyStore
 from router.telemetry.record import FREE, JOURNEY, Journey, TierUsage
-from router.telemetry.tracing import server_span
-from router.upstream.engine_stream import EngineStream
+from router.telemetry.tracing import Telemetry, server_span
+from router.upstream.engine_request import EngineRequest
+from router.upstream.engine_stream import EngineAnswer, EngineStream
 from router.upstream.errors import EngineTooSlowError
+from tiers.fleet import Fleet
 from tiers.spec import TierName, in_order
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-
-    from classifier import PromptFeatures, TokenCounter
-    from router.accounting.charging import Charging
-    from router.auth.quota import Quotas
-    from router.pipeline.admission import Admission
-    from router.pipeline.failover import Failover
-    from router.pipeline.overflow import Overflow
-    from router.pipeline.registry import ActiveRequest, RequestRegistry
-    from router.pipeline.request import Call
-    from router.policy.decision import Decision
-    from router.policy.decision_log import DecisionLog
-    from router.policy.table import PolicyStore
-    from router.telemetry.tracing import Telemetry
-    from router.upstream.engine_request import EngineRequest
-    from router.upstream.engine_stream import EngineAnswer
-    from tiers.fleet import Fleet
 
 
 class PromptObserver(Protocol):

@@ -11,32 +11,24 @@ import logging
 import re
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from router.accounting.budgets import OverBudgetError
-from router.auth.quota import OverQuotaError
-from router.pipeline.request import class_of
-from router.policy.decision import RequestRefusedError
+from router.accounting.reservations import Reservation
+from router.auth.quota import OverQuotaError, QuotaGrant
+from router.lifecycle import ServerState
+from router.pipeline.admission import Slot
+from router.pipeline.request import RequestContext, class_of
+from router.policy.decision import Decision, Priority, RequestRefusedError, Sla
 from router.telemetry.logs import log as request_lines
 from router.telemetry.logs import log_request
-from router.telemetry.record import KeptFor, Outcome, RequestRecord, Served, Times, Tokens, error_name
-from router.upstream.engine_stream import continued_on
+from router.telemetry.record import Cost, KeptFor, Outcome, RequestRecord, Served, TierUsage, Times, Tokens, error_name
+from router.upstream.engine_stream import EngineAnswer, continued_on
 from router.upstream.errors import EngineRefusedError, UpstreamError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from router.accounting.reservations import Reservation
-    from router.auth.quota import QuotaGrant
-    from router.lifecycle import ServerState
-    from router.pipeline.admission import Slot
-    from router.pipeline.request import RequestContext
-    from router.policy.decision import Decision, Priority, Sla
-    from router.telemetry.record import Cost, TierUsage
-    from router.upstream.engine_stream import EngineAnswer
-    from tiers.spec import TierName
+from tiers.spec import TierName
 
 log = logging.getLogger(f"qarr.{__name__}")
 OVER_QUOTA = "over_quota"

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from classifier import Complexity, PromptClass, extract
+from classifier import Complexity, PromptClass, PromptFeatures, TokenCounter, extract
 from router.auth.api_keys import ANONYMOUS, BeyondKeyError, Caller
-from router.policy.decision import PRIORITIES, Query, Sla
+from router.policy.decision import PRIORITIES, Priority, Query, Sla, Sort
+from router.telemetry.record import Journey
+from router.upstream.engine_request import EngineRequest
 from tiers.prefix_memory import Part, Prefix
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from classifier import PromptFeatures, TokenCounter
-    from router.policy.decision import Priority, Sort
-    from router.telemetry.record import Journey
-    from router.upstream.engine_request import EngineRequest
-    from tiers.spec import TemplateTokens, TierName
+from tiers.spec import TemplateTokens, TierName
 
 NO_BOUNDS = Sla()
 Truncate = Literal["oldest", "middle"]

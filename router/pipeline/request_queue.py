@@ -8,14 +8,12 @@ the request's key holds, then by deadline.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
-
-    from tiers.spec import TierName
+from tiers.spec import TierName
 
 
 @dataclass(slots=True, eq=False)

@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from msgspec import Struct, convert, structs, to_builtins
 from pydantic import Field, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from router.line_file import LineWriter
-from router.policy.decision import PolicyParameters, Query, Refusal
+from router.policy.decision import Decision, PolicyParameters, Query, Refusal
 from router.policy.profiles import ProfileError, first_fault
 from tiers.snapshot import FleetSnapshot, KvCache, Pause, Trends, load_of
-from tiers.spec import TierName  # noqa: TC001  pydantic reads it
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from router.policy.decision import Decision
+from tiers.spec import TierName
 
 KEPT_FILES = 3
 

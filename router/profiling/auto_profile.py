@@ -11,24 +11,20 @@ import asyncio
 import logging
 import math
 import time
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, Literal
 
-from router.policy.profiles import REFERENCE, ProfileError
+from router.policy.profiles import REFERENCE, ProfileError, QualityProfile
+from router.policy.table import PolicyStore
 from router.profiling.idle_client import IdleClient
 from router.profiling.measure_latency import LatencyPlan, measure_latency
 from router.profiling.measure_quality import Plan, measure
 from router.profiling.profile_files import JOURNAL, keep_latency, keep_quality, only_one
 from router.profiling.tasks import SUITE, TASKS, read_tasks
+from router.settings import Settings
+from tiers.fleet import Fleet
 from tiers.spec import ReplicaStatus, TierName, in_order
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-    from pathlib import Path
-
-    from router.policy.profiles import QualityProfile
-    from router.policy.table import PolicyStore
-    from router.settings import Settings
-    from tiers.fleet import Fleet
 
 log = logging.getLogger(f"qarr.{__name__}")
 STEPS = 40  # that share the time for measuring speed: there are more, but most are shorter

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from abc import ABC, abstractmethod
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import httpx
 
@@ -15,12 +17,7 @@ from router.policy.profiles import ProfileError
 from router.profiling.scoring import COMPLETIONS
 from tiers.spec import TierName
 
-if TYPE_CHECKING:
-    import ssl
-    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-    from contextlib import AbstractAsyncContextManager
-
-    Sent = AbstractAsyncContextManager[httpx.Response]
+Sent = AbstractAsyncContextManager[httpx.Response]
 
 SHORTEST_LOOK_S, LOOK_S = 0.05, 0.5  # between two looks whether others are served
 BUSY_WAIT_S, LONGEST_WAIT_S = 1.0, 10.0  # before a refused request is sent again

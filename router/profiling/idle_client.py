@@ -9,21 +9,17 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
 from router.policy.decision import PRIORITIES
 from router.policy.profiles import ProfileError
 from router.profiling.client import Client, FleetState, MeasuredTier
-from tiers.spec import ReplicaStatus
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-
-    from tiers.fleet import Fleet, Lease
-    from tiers.spec import TierName
+from tiers.fleet import Fleet, Lease
+from tiers.spec import ReplicaStatus, TierName
 
 LONGEST_IDLE_S = 60.0
 STARTING = {ReplicaStatus.STARTING, ReplicaStatus.WARMING}

@@ -8,18 +8,14 @@ of the median slowdown of single requests that were decoded while other tiers we
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median, pstdev
-from typing import TYPE_CHECKING
 
 from router.policy.profiles import Fit, FitError, ProfileError, Sample, percentile
 from tiers.least_squares import least_squares
+from tiers.spec import TierName
 from tiers.speed import Load, SpeedModel
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from tiers.spec import TierName
 
 BUNCHED = 0.1  # of the smallest batch's median time a token: no batch is decoded in less
 KNEE_PAYS = 0.7  # a knee must reduce the line's squared error to less than this share

@@ -9,24 +9,21 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from classifier import Complexity, EstimatingCounter, PromptClass, extract
 from router.policy.profiles import REFERENCE, Frozen, ProfileError, QualityProfile, first_fault
+from router.profiling.client import FleetState
 from router.profiling.scoring import Judged, count
 from tiers.spec import TierName
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from router.profiling.client import FleetState
-
-    Run = tuple[TierName | None, Path]
+Run = tuple[TierName | None, Path]
 
 SAMPLES = re.compile(r"samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
 CLASSES = Path(__file__).with_name("lm_eval_classes.toml")

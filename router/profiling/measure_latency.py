@@ -11,15 +11,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from router.policy.profiles import LatencyProfile, ProfileError, Sample
-from router.profiling.client import first_of
+from router.profiling.client import Client, FleetState, Timed, first_of
 from router.profiling.latency import fit_all
-
-if TYPE_CHECKING:
-    from router.profiling.client import Client, FleetState, Timed
-    from tiers.spec import TierName
+from tiers.spec import TierName
 
 LENGTHS = (16, 64, 256, 1024)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from router.policy.profiles import ProfileError, latency_name, load_latency, profile_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from router.policy.profiles import LatencyProfile, QualityProfile
+from router.policy.profiles import (
+    LatencyProfile,
+    ProfileError,
+    QualityProfile,
+    latency_name,
+    load_latency,
+    profile_name,
+)
 
 JOURNAL = "quality.journal.jsonl"
 LOCK = "profile.lock"

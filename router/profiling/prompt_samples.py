@@ -5,14 +5,10 @@ from __future__ import annotations
 import json
 import random
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from classifier import PromptFeatures
 from router.line_file import LineWriter
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from classifier import PromptFeatures
 
 MAX_PROMPTS = 2000
 

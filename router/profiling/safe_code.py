@@ -11,20 +11,17 @@ import builtins
 import math
 import re
 import warnings
-from collections.abc import ItemsView, KeysView, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Sequence, ValuesView
 from copy import deepcopy
 from functools import partial
 from itertools import takewhile
 from textwrap import dedent
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from simpleeval import BASIC_ALLOWED_ATTRS, DEFAULT_OPERATORS, EvalWithCompoundTypes
 
 from router.profiling.answer_text import FENCE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 MAX_SIZE = 5_000  # of one value: characters, elements and 32 bits of integers, all levels together
 MAX_BITS = 8_000  # of a power

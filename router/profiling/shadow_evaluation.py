@@ -12,24 +12,20 @@ import asyncio
 import logging
 import random
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from classifier import PromptClass
+from router.policy.decision import Decision
 from router.policy.profiles import REFERENCE, ProfileError
 from router.profiling.answer_text import same_answer
-from router.profiling.scoring import CHAT, COMPLETIONS, answer_body, score, text_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from router.policy.decision import Decision
-    from router.profiling.idle_client import IdleClient
-    from router.profiling.scoring import Scores
-    from router.telemetry.tracing import Telemetry
-    from tiers.fleet import Fleet
-    from tiers.spec import TierName
+from router.profiling.idle_client import IdleClient
+from router.profiling.scoring import CHAT, COMPLETIONS, Scores, answer_body, score, text_of
+from router.telemetry.tracing import Telemetry
+from tiers.fleet import Fleet
+from tiers.spec import TierName
 
 log = logging.getLogger(f"qarr.{__name__}")
 ANSWER_TOKENS = 64

@@ -17,15 +17,12 @@ import logging
 import os
 import socket
 import struct
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from router.aio import end_tasks
 from tiers.background import lasting
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
-    from pathlib import Path
 
 log = logging.getLogger(f"qarr.{__name__}")
 HELLO, READY, LEAVING, TAKEN = b"take over 1\n", b"ready\n", b"leaving\n", b"taken\n"

@@ -6,14 +6,19 @@ the connection ends.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import resource
 import socket
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from collections import deque
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from starlette.responses import Response
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from router.aio import Signal
 from router.server.errors import (
@@ -24,19 +29,9 @@ from router.server.errors import (
     TooManyConnectionsError,
 )
 from router.server.responder import Responder
+from router.server.settings import ServerSettings
 
-if TYPE_CHECKING:
-    import asyncio
-    from collections import deque
-    from collections.abc import Callable
-
-    from starlette.responses import Response
-    from uvicorn._types import ASGI3Application
-    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
-
-    from router.server.settings import ServerSettings
-
-    Refusal = Callable[[Exception, str], Response]  # of an error and a path
+Refusal = Callable[[Exception, str], Response]  # of an error and a path
 
 log = logging.getLogger(f"qarr.{__name__}")
 # A refused client's further bytes are read and discarded: closing at once would destroy the answer, which many clients

@@ -8,19 +8,13 @@ request that asks for it is cancelled when its client leaves.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from router.lifecycle import ServerPhase
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
-
-    from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, Scope
-    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
-
-    from router.lifecycle import ServerState
+from router.lifecycle import ServerPhase, ServerState
 
 OUT = "qarr.out"  # in a scope: the request's ``Responder``
 HOLD = "qarr.hold"  # in the message that starts an answer: its body follows at once

@@ -5,23 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from router.lifecycle import ServerPhase, ServerState
 from router.server.http_protocol import allow_files
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Iterator
-
-    from starlette.types import ASGIApp
-
-    from router.server.settings import ServerSettings
-    from router.server.tls import Tls
+from router.server.settings import ServerSettings
+from router.server.tls import Tls
 
 POLL_S = 0.05
 IDLE_S = 5  # after a handover, for which idle connections may still send a request

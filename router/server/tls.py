@@ -11,12 +11,10 @@ import logging
 import ssl
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 from cryptography import x509
 
-if TYPE_CHECKING:
-    from router.server.settings import TlsSettings
+from router.server.settings import TlsSettings
 
 log = logging.getLogger(f"qarr.{__name__}")
 LOOK_S = 1.0  # a change of the files takes effect within this time

@@ -14,25 +14,20 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from logging.handlers import QueueHandler
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 from urllib.parse import quote
 
 from pydantic_core import to_json
+from starlette.types import Scope
 
 from router.line_file import Losses, PrivateFile, Writer, made_record
-from router.telemetry.record import Outcome, render_summary
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-    from starlette.types import Scope
-
-    from router.telemetry.record import RequestRecord
-    from router.telemetry.settings import TelemetrySettings
+from router.telemetry.record import Outcome, RequestRecord, render_summary
+from router.telemetry.settings import TelemetrySettings
 
 ROUTER_FILE = "router-{port}.log"
 OLD_FILES = 3

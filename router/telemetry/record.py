@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from router.policy.decision_log import OutcomeRecord
+from opentelemetry.trace import Span
+
+from router.policy.decision import Decision, Priority
+from router.policy.decision_log import DecisionLog, OutcomeRecord
 from router.policy.render import render_estimates
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from opentelemetry.trace import Span
-
-    from router.policy.decision import Decision, Priority
-    from router.policy.decision_log import DecisionLog
-    from tiers.spec import TierName
+from tiers.spec import TierName
 
 
 class Outcome(StrEnum):

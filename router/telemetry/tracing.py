@@ -11,8 +11,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
@@ -23,24 +25,14 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import Decision as Sampling
-from opentelemetry.trace import Status, StatusCode
+from opentelemetry.trace import Span, Status, StatusCode, Tracer
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.telemetry.record import JOURNEY, Event, Hop, Outcome, error_name
+from classifier import PromptClass
+from router.telemetry.record import JOURNEY, Event, Hop, Outcome, RequestRecord, error_name
 from router.telemetry.request_trace import KEY_ID, hop_attributes, spans_of
-from tiers.spec import OtlpTarget
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from opentelemetry.trace import Span, Tracer
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from classifier import PromptClass
-    from router.telemetry.record import RequestRecord
-    from router.telemetry.settings import TelemetrySettings
-    from tiers.spec import TierName
-
+from router.telemetry.settings import TelemetrySettings
+from tiers.spec import OtlpTarget, TierName
 
 log = logging.getLogger(f"qarr.{__name__}")
 BUFFER_BYTES = 4096  # taken from the system at a time: its call costs a twentieth of a request

@@ -6,18 +6,23 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from itertools import count
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 from weakref import WeakValueDictionary
 
 import httpx
 
+from router.policy.decision import Decision, Query
+from router.policy.table import PolicyStore
 from router.telemetry.record import Hop, error_name
+from router.telemetry.tracing import Telemetry
+from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import Attempt, BufferedAnswer, EngineAnswer, EngineStream, end_hop
 from router.upstream.errors import (
     EngineBrokeError,
@@ -32,19 +37,11 @@ from router.upstream.errors import (
     without_trace,
 )
 from router.upstream.json_object import read_json
+from router.upstream.settings import UpstreamSettings
 from router.upstream.transport import EngineTransport, body_of
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
-
-    from router.policy.decision import Decision, Query
-    from router.policy.table import PolicyStore
-    from router.telemetry.tracing import Telemetry
-    from router.upstream.engine_request import EngineRequest
-    from router.upstream.settings import UpstreamSettings
-    from tiers.fleet import Fleet, Lease
-    from tiers.replica import Replica
-    from tiers.spec import TierName
+from tiers.fleet import Fleet, Lease
+from tiers.replica import Replica
+from tiers.spec import TierName
 
 MESSAGES = "/v1/messages"
 PASSED_AT_ONCE = 16  # small requests without a lease, of one pool at one engine

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic_core import to_json
 
 from router.upstream.json_object import JsonObject, NotJsonError, as_integer
 from router.upstream.progress import Resumption
 from router.upstream.sse import COMPLETION_FORMAT, AnswerFormat
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from tiers.replica import Replica
+from tiers.replica import Replica
 
 DEFAULT_COMPLETION = 16  # tokens of a completion that gives no limit, as OpenAI and vLLM have it
 _NUMBERS = {

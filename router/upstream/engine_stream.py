@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import httpx
 
-from router.telemetry.record import error_name
+from router.telemetry.record import Hop, error_name
 from router.telemetry.tracing import end_span
+from router.upstream.engine_request import EngineRequest
 from router.upstream.errors import (
     EngineBrokeError,
     EngineFailedError,
@@ -20,22 +22,14 @@ from router.upstream.errors import (
     without_trace,
 )
 from router.upstream.progress import Progress
-from router.upstream.sse import COMPLETION_FORMAT, USAGE, EventParser, cached_tokens_of
-from router.upstream.transport import body_of
+from router.upstream.sse import COMPLETION_FORMAT, USAGE, AnswerFormat, Chunk, EventParser, cached_tokens_of
+from router.upstream.transport import Body, body_of
+from tiers.fleet import Lease
+from tiers.replica import SentPrompt
+from tiers.spec import TierName, TierSpec
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
-
-    from router.telemetry.record import Hop
-    from router.upstream.engine_request import EngineRequest
-    from router.upstream.sse import AnswerFormat, Chunk
-    from router.upstream.transport import Body
-    from tiers.fleet import Lease
-    from tiers.replica import SentPrompt
-    from tiers.spec import TierName, TierSpec
-
-    Feed = Callable[[Sequence[Chunk]], bool]  # takes what came together; tells whether it takes more now
-    Drain = Callable[[], Awaitable[None]]  # waits until it does
+Feed = Callable[[Sequence[Chunk]], bool]  # takes what came together; tells whether it takes more now
+Drain = Callable[[], Awaitable[None]]  # waits until it does
 
 MAX_ANSWER_BYTES = 1 << 28  # of one that is not streamed: log-probabilities of a long prompt take many
 

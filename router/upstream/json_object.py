@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json, to_json
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SCALAR = re.compile(rb'[ \t\r\n]*:[ \t\r\n]*("[^"\\]*"|-?[0-9.eE+-]+|true|false|null)')  # after a key

@@ -6,16 +6,13 @@ Only what the router needs is read: text, the end, token counts, and errors. The
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from router.upstream.errors import EngineBrokeError
-from router.upstream.sse import NOT_A_CHUNK, AnswerFormat, Chunk, Count, decoded
-
-if TYPE_CHECKING:
-    from router.upstream.sse import WholeAnswer
+from router.upstream.sse import NOT_A_CHUNK, AnswerFormat, Chunk, Count, WholeAnswer, decoded
 
 # Why an answer ended, in the words of chat completions, which records and traces have.
 STOP_REASONS = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length", "tool_use": "tool_calls"}

@@ -10,8 +10,9 @@ asked elsewhere: a server may refuse it, or leave it out without a word.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
@@ -19,10 +20,13 @@ from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from router.telemetry.record import Hop
+from router.telemetry.tracing import Telemetry
 from router.upstream.client import status_error, translate
+from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import (
     Attempt,
     BufferedAnswer,
+    EngineAnswer,
     EngineStream,
     OverflowHold,
     OverflowServer,
@@ -30,20 +34,11 @@ from router.upstream.engine_stream import (
 )
 from router.upstream.errors import EngineRefusedError, NoSlotError, UpstreamError, without_trace
 from router.upstream.json_object import JsonObject
-from router.upstream.sse import COMPLETION_FORMAT
+from router.upstream.settings import OverflowSettings, UpstreamSettings
+from router.upstream.sse import COMPLETION_FORMAT, WholeAnswer
 from router.upstream.transport import EngineTransport
 from tiers.breaker import Breaker
 from tiers.spec import OVERFLOW, TierName, TierSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from router.telemetry.tracing import Telemetry
-    from router.upstream.engine_request import EngineRequest
-    from router.upstream.engine_stream import EngineAnswer
-    from router.upstream.settings import OverflowSettings, UpstreamSettings
-    from router.upstream.sse import WholeAnswer
-
 
 _SHARED = {
     "frequency_penalty",

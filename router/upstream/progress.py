@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from io import StringIO
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from router.upstream.json_object import as_boolean, as_integer
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from router.upstream.sse import Chunk
+from router.upstream.sse import Chunk
 
 
 class Point(NamedTuple):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
 from router.upstream.errors import EngineBrokeError, without_trace
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    WholeAnswer = tuple[str | None, Mapping[str, Any]]  # finish reason and token counts, under OpenAI's names
+WholeAnswer = tuple[str | None, Mapping[str, Any]]  # finish reason and token counts, under OpenAI's names
 
 SEPARATOR, DONE = b"\n\n", b"data: [DONE]"
 MAX_EVENT_BYTES = 1 << 24  # of one event: enough for the token ids of a prompt of two million tokens

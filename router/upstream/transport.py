@@ -13,15 +13,13 @@ import socket
 import ssl
 import time
 from collections import deque
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import httptools
 import httpx
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 READ_BUFFER_BYTES = 1 << 15  # of an answer that nobody has read yet: with more than that, the socket is not read
 MAX_HEAD_BYTES = 1 << 16  # of an answer's status line and headers, informational ones included

@@ -9,10 +9,11 @@ import shutil
 import socket
 import stat
 import subprocess
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -23,6 +24,7 @@ from router.cli.client import KEY_NEEDED, authorization, own_url, trusted
 from router.deployment.layout import prepare_options, tier_spec
 from router.deployment.listening import ListenError, open_keys
 from router.section import PROJECT
+from router.settings import Settings
 from tiers.checkpoints.checkpoint import Checkpoint, check_whole, identity
 from tiers.checkpoints.precision import checkpoint_precision
 from tiers.checkpoints.prepare import finished
@@ -30,12 +32,7 @@ from tiers.errors import CheckpointError, PortInUseError
 from tiers.lifecycle.process import check_port_free
 from tiers.plan import GIB, cpu_flags, read_machine
 from tiers.preparing import Preparing
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from router.settings import Settings
-    from tiers.spec import TierName
+from tiers.spec import TierName
 
 LITTLE_DISK, SCANT_DISK = 2 * GIB, 10 * GIB
 FP8_COMPUTE, BF16_COMPUTE = 8.9, 8.0
