@@ -11,7 +11,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from router.api.asgi import context_of, read_body
-from router.api.bodies import Rules, json_response, parse_adapter, parse_remove, parse_replica
+from router.api.bodies import (
+    REMOVE_ALLOWED,
+    AdapterBody,
+    RemoveBody,
+    Rules,
+    adapter_allowed,
+    json_response,
+    parse_replica,
+    parsed,
+)
 from router.api.problems import NotAdminError
 from router.auth.access import KeyStore
 from router.auth.network import is_loopback
@@ -49,7 +58,9 @@ class Admin:
     def _operate(self, kind: Kind) -> Callable[[Request], Awaitable[Response]]:
         async def operate(request: Request) -> Response:
             check_admin(request, self._keys)
-            now = kind == "remove" and parse_remove(await _read(request)).now
+            now = False
+            if kind == "remove":
+                now = parsed(RemoveBody, await _read(request) or b"{}", lambda _: REMOVE_ALLOWED).now
             return json_response(_render(self._operations.begin(kind, request.path_params["id"], now=now)), 202)
 
         return operate
@@ -72,7 +83,7 @@ class Admin:
 
     async def _load(self, request: Request) -> Response:
         check_admin(request, self._keys)
-        body = parse_adapter(await _read(request), self._rules)
+        body = parsed(AdapterBody, await _read(request), adapter_allowed, self._rules)
         adapter, tiers = Adapter(body.name, body.path), frozenset(body.tiers or self._rules.tiers)
         return json_response(_rendered(body.name, await self._operations.adapters.load(adapter, tiers)))
 

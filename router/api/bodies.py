@@ -69,10 +69,6 @@ def provider_allowed(tiers: Sequence[TierName]) -> dict[str, str]:
     }
 
 
-def not_here(location: Sequence[Any]) -> bool:
-    return len(location) > 1 and location[0] == "provider" and location[1] in NOT_HERE
-
-
 MOST_ERRORS = 10  # that one answer tells of a body
 MOST_NAME_CHARS = 100  # of a field that the caller has named
 READ_CHARS = 50_000  # of all errors, rendered: more than the first few take
@@ -180,10 +176,6 @@ def adapter_allowed(rules: Rules) -> dict[str, str]:
     }
 
 
-def parse_adapter(body: bytes, rules: Rules) -> AdapterBody:
-    return parsed(AdapterBody, body, adapter_allowed, rules)
-
-
 class ReplicaBody(BaseModel):
     """The body of ``POST /admin/replicas``: an engine that runs elsewhere, to be added to a tier."""
 
@@ -212,10 +204,6 @@ def parse_replica(body: bytes, tiers: Collection[TierName]) -> tuple[TierName, s
         if tier == found.tier:
             return tier, found.url
     raise InvalidBodyError((FieldProblem("tier", "there is no such tier", ", ".join(tiers)),))
-
-
-def parse_remove(body: bytes) -> RemoveBody:
-    return parsed(RemoveBody, body or b"{}", lambda _: REMOVE_ALLOWED)
 
 
 B = TypeVar("B", bound=BaseModel)
@@ -275,7 +263,8 @@ def _problem_of(error: ErrorDetails, allowed: Mapping[str, str]) -> FieldProblem
         return FieldProblem("body", text, "a JSON object in UTF-8")
     if error["type"] == "extra_forbidden":
         prefix = named.rpartition(".")[0]
-        problem = "is not supported here" if not_here(error["loc"]) else "there is no such field"
+        foreign = error["loc"][0] == "provider" and error["loc"][-1] in NOT_HERE
+        problem = "is not supported here" if foreign else "there is no such field"
         names = [n.rpartition(".")[2] for n in allowed if n.rpartition(".")[0] == prefix]
         return FieldProblem(field, problem, ", ".join(names))
     message = error["msg"].removeprefix("Value error, ")

@@ -75,11 +75,8 @@ def check_text(text: str, info: ValidationInfo) -> str:
     return text
 
 
-def _as_list(stop: Any) -> Any:
-    return [stop] if isinstance(stop, str) else stop
-
-
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[list[StopString], BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)]
 
 
 class GenerateBody(RoutingFields):
@@ -94,10 +91,7 @@ class GenerateBody(RoutingFields):
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     repetition_penalty: float | None = Field(None, gt=0, le=2, allow_inf_nan=False)
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    stop: (
-        Annotated[list[StopString], BeforeValidator(_as_list, json_schema_input_type=StopString | list[StopString])]
-        | None
-    ) = Field(None, max_length=MAX_STOPS)
+    stop: StopStrings | None = Field(None, max_length=MAX_STOPS)
     stream: bool = True
     resumable: bool = False
     provider: ProviderBody | None = None

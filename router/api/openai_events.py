@@ -50,7 +50,10 @@ class RelayedEvents:
         if self._answer.failed_over and self._wants_usage and not self._usage_sent and self._answer.usage:
             events.append(b"data: " + to_json({**self._template(), "choices": [], "usage": self._answer.usage}))
         if self._report is not None:
-            events.append(b"data: " + to_json(self._report_chunk(self._report)))
+            kind = "chat.completion.chunk" if self._chat else "text_completion"
+            report = {**self._report, **({"continued_on": continued_on(self._answer)} if self._answer.parts else {})}
+            empty = {"id": "", "object": kind, "created": 0, "model": "", "choices": []}
+            events.append(b"data: " + to_json({**empty, "qarr": report}))
         return [event + SEPARATOR for event in [*events, DONE]]
 
     def failure(self, error: Exception) -> list[bytes]:
@@ -94,11 +97,6 @@ class RelayedEvents:
         if chunk.finish_reason is not None:
             choice["stop_reason"] = chunk.stop_reason
         return b"data: " + to_json({**self._template(), "choices": [{**choice, "token_ids": None}]})
-
-    def _report_chunk(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self._chat else "text_completion"
-        continued = {"continued_on": continued_on(self._answer)} if self._answer.parts else {}
-        return {"id": "", "object": kind, "created": 0, "model": "", "choices": [], "qarr": {**report, **continued}}
 
 
 def _without(event: bytes, *names: bytes) -> bytes:

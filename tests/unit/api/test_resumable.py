@@ -372,9 +372,9 @@ async def test_a_stream_that_is_read_is_not_ended_by_readers_before() -> None:
     assert stream is not None
     first = asyncio.create_task(streams.read(stream, 0, begin, stuck))
     await until(lambda: stream.newest > 2)
-    before = stream._reader
+    before = stream.reader
     second = asyncio.create_task(streams.read(stream, 0, begin, nowhere))
-    await until(lambda: stream._reader is not before)
+    await until(lambda: stream.reader is not before)
     await lose(second)
     await lose(first)
     third = asyncio.create_task(streams.read(stream, 0, begin, nowhere))
