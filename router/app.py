@@ -28,11 +28,11 @@ from router.api.admin import Admin, reload_route
 from router.api.asgi import ClientGoneError
 from router.api.bodies import Rules
 from router.api.endpoint import Answering, Service
-from router.api.generate import GENERATE, DecisionAlone
-from router.api.models import ModelEndpoints, Models
+from router.api.generate import GENERATE, decision_alone
+from router.api.models import Models
 from router.api.named_events import NAMED_EVENT_ENDPOINTS, stored_response
 from router.api.openai import COMPLETION_ENDPOINTS
-from router.api.passthrough import Embeddings, Passthrough, Tokens
+from router.api.passthrough import Passthrough
 from router.api.paths import COUNT_TOKENS, EMBEDDINGS, PAGE, RESPONSES
 from router.api.problems import PROBLEMS, response_to
 from router.api.resumable import ResumableStreams
@@ -140,6 +140,7 @@ class App:
             registry.observers.append(partial(log_outcome, decisions))
         if kept.sampled_prompts is not None and kept.prompt_share:
             samples = PromptSamples(kept.sampled_prompts, kept.prompt_share)
+        self._samples = samples
         reservations = Reservations(ledger_of(settings, self._database), settings.budgets)
         attempts, max_tokens = settings.upstream.attempts, settings.limits.default_max_tokens
         return Pipeline(
@@ -154,7 +155,7 @@ class App:
             registry=registry,
             decisions=decisions,
             telemetry=telemetry,
-            prompt_observer=samples,
+            prompt_observer=None if samples is None else samples.offer,
             answer_observer=None,
         )
 
@@ -182,29 +183,26 @@ class App:
         """Return the application, what requests reach without it, and local names, as ``RequestMiddleware`` takes them."""
         attempts, max_tokens = settings.upstream.attempts, settings.limits.default_max_tokens
         failover = replace(self.pipeline.failover, attempts=attempts, default_max_tokens=max_tokens)
-        observer = self._evaluation if settings.policy.live_check_share else None
+        observer = self._evaluation.offer if settings.policy.live_check_share else None
         pipeline, rules = replace(self.pipeline, failover=failover, answer_observer=observer), Rules.of(settings)
         service = Service(pipeline, settings, rules, self._streams)
         answering = (GENERATE, *COMPLETION_ENDPOINTS, *NAMED_EVENT_ENDPOINTS)
         direct: dict[str, ASGIApp] = {each.path: Answering(each, service) for each in answering}
-        models = Models(pipeline.fleet, settings.openai, self._about["model"], int(time.time()))
+        waiting, model = pipeline.admission.waiting_for, self._about["model"]
+        models = Models(pipeline.fleet, settings.openai, model, int(time.time()), waiting)
         small = Passthrough(self._upstream, pipeline.quotas, pipeline.fleet, settings)
-        listed = ModelEndpoints(models, pipeline.admission.waiting_for)
         admin = Admin(self._operations, self._keys, rules).routes() if self._operations is not None else []
         routes = [
             Route(PAGE, Page(settings.server, self._keys).answer),
             *(Route(path, served, methods=["POST"]) for path, served in direct.items()),
-            Route("/route", DecisionAlone(service), methods=["POST"]),
-            Route(EMBEDDINGS, Embeddings(small), methods=["POST"]),
-            Route("/v1/models", models, methods=["GET"]),
-            Route("/v1/models/{id:path}/endpoints", listed, methods=["GET"]),
-            Route("/v1/models/{id:path}", models, methods=["GET"]),
+            Route("/route", partial(decision_alone, service), methods=["POST"]),
+            Route(EMBEDDINGS, small.embeddings, methods=["POST"]),
+            Route("/v1/models", models.answer),
+            Route("/v1/models/{id:path}/endpoints", models.endpoints),
+            Route("/v1/models/{id:path}", models.answer),
             Route(f"{RESPONSES}/{{id}}", stored_response, methods=["GET", "DELETE"]),
             Route(f"{RESPONSES}/{{id}}/cancel", stored_response, methods=["POST"]),
-            *(
-                Route(path, Tokens(small, path), methods=["POST"])
-                for path in ("/tokenize", "/detokenize", COUNT_TOKENS)
-            ),
+            *(Route(path, small.tokens, methods=["POST"]) for path in ("/tokenize", "/detokenize", COUNT_TOKENS)),
             *self._routes,
             *admin,
         ]
@@ -272,7 +270,7 @@ class App:
             self._upstream, pipeline.overflow.client,
         ):  # fmt: skip
             await part.aclose()
-        for writer in (pipeline.decisions, pipeline.prompt_observer):
+        for writer in (pipeline.decisions, self._samples):
             if writer is not None:
                 await asyncio.to_thread(writer.close)
 

@@ -8,7 +8,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from io import BytesIO
-from typing import Any, TypeVar, TypeVarTuple
+from typing import TypeVar, TypeVarTuple
 
 import zstandard
 from starlette.types import Message, Receive, Scope
@@ -156,8 +156,3 @@ def start_message(
 
 def body_message(data: bytes, *, more: bool) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": more}
-
-
-async def no_body() -> Any:
-    """Stand for a body that is read already."""
-    return {"type": "http.request", "body": b"", "more_body": False}

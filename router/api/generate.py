@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from asyncio import sleep
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import to_json
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from classifier import TokenCounter
 from router.api.asgi import context_of, read_body
@@ -26,6 +26,7 @@ from router.api.bodies import (
     ProviderBody,
     RoutingFields,
     Rules,
+    json_response,
     parsed,
     provider_allowed,
     routing_allowed,
@@ -307,24 +308,17 @@ def closing(answer: EngineStream) -> dict[str, Any]:
 GENERATE = Endpoint("/generate", parse, _encoder, _whole, resumes=True)
 
 
-@dataclass(frozen=True, slots=True)
-class DecisionAlone:
-    """The endpoint ``POST /route``: the decision, without generating."""
-
-    service: Service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, which counts as one of no tokens. A refusal is a decision too: 200, with ``tier`` null."""
-        context, pipeline = context_of(scope), self.service.pipeline
-        body = await read_body(scope, receive, self.service.settings.server.max_body_bytes)
-        call = await GENERATE.read(body, context, self.service)
-        grant = await pipeline.quotas.enter(context.caller, 0, context.limits)
-        counted: int | None = None
-        try:
-            rendered = render_decision(pipeline.decide(call, serve=False))
-            counted = 0
-        finally:
-            if grant is not None:
-                await grant.settle(counted)
-        response = Response(to_json(rendered), media_type="application/json", headers=context.headers)
-        await response(scope, receive, send)
+async def decision_alone(service: Service, request: Request) -> Response:
+    """Answer ``POST /route``: the decision, without generating, as a request of no tokens; of a refusal ``tier`` is null."""
+    context, pipeline = context_of(request.scope), service.pipeline
+    body = await read_body(request.scope, request.receive, service.settings.server.max_body_bytes)
+    call = await GENERATE.read(body, context, service)
+    grant = await pipeline.quotas.enter(context.caller, 0, context.limits)
+    counted: int | None = None
+    try:
+        rendered = render_decision(pipeline.decide(call, serve=False))
+        counted = 0
+    finally:
+        if grant is not None:
+            await grant.settle(counted)
+    return json_response(rendered, headers=context.headers)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from starlette.types import Receive, Scope, Send
+from starlette.requests import Request
+from starlette.responses import Response
 
 from router.api.asgi import context_of
 from router.api.bodies import FieldProblem, InvalidBodyError, json_response
@@ -32,20 +33,52 @@ class Choice(NamedTuple):
 _CHOICES = {name: Choice(tier) for name, tier in [*ANY_TIER.items(), *zip(STANDARD_TIERS, STANDARD_TIERS, strict=True)]}
 
 
+# Of vLLM's chat completions, by OpenAI's and OpenRouter's names. Tools need an engine that is started for them.
+PARAMETERS = (
+    "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "min_p", "presence_penalty", "repetition_penalty",
+    "response_format", "seed", "stop", "structured_outputs", "temperature", "top_k", "top_logprobs", "top_p",
+)  # fmt: skip
+NOT_WITH_DRAFT = {"min_p", "logit_bias"}
+SERVING, NOT_SERVING = 0, -10  # OpenRouter's best and worst status
+
+
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The endpoints ``GET /v1/models`` and ``GET /v1/models/{id}``."""
+    """``GET /v1/models``, ``GET /v1/models/{id}`` and ``GET /v1/models/{id}/endpoints``."""
 
     fleet: Fleet
     settings: OpenAISettings
     model: str
     created: int
+    waiting: Callable[[TierName], int]  # requests in the router's queue that a tier may serve
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        wanted, context = scope["path_params"].get("id"), context_of(scope)
+    async def answer(self, request: Request) -> Response:
+        """Answer with the models that the caller may use, or with one of them."""
+        wanted, context = request.path_params.get("id"), context_of(request.scope)
         allowed = context.caller.tiers
         body = {"object": "list", "data": self._cards(allowed)} if wanted is None else self.card(wanted, allowed)
-        await json_response(body, headers=context.headers)(scope, receive, send)
+        return json_response(body, headers=context.headers)
+
+    async def endpoints(self, request: Request) -> Response:
+        """Answer with the tiers behind one model, in OpenRouter's form. Where engines are is not told to anybody."""
+        name, context = request.path_params["id"], context_of(request.scope)
+        card = self.card(name, context.caller.tiers)
+        tiers = [tier for tier in self.fleet.snapshot().tiers if tier.spec.name in card["tiers"]]
+        data = {
+            "id": name,
+            "name": name,
+            "created": card["created"],
+            "description": f"{self.model} at {len(card['tiers'])} precisions" if card["tiers"][1:] else self.model,
+            "architecture": {
+                "modality": "text->text",
+                "input_modalities": ["text"],
+                "output_modalities": ["text"],
+                "tokenizer": "Other",
+                "instruct_type": None,
+            },
+            "endpoints": [self._endpoint(tier) for tier in tiers],
+        }
+        return json_response({"data": data}, headers=context.headers)
 
     def card(self, wanted: str, allowed: frozenset[TierName] | None) -> dict[str, Any]:
         """Return what is told of one model, to a caller who may use some tiers (None: all).
@@ -87,6 +120,28 @@ class Models:
             "context_length": max_model_len,
             "tiers": tiers,
             "served_by": found,
+        }
+
+    def _endpoint(self, tier: TierSnapshot) -> dict[str, Any]:
+        spec, ready = tier.spec, tier.status is ReplicaStatus.READY
+        parameters = [p for p in PARAMETERS if spec.draft is None or p not in NOT_WITH_DRAFT]
+        return {
+            **behind(tier),
+            "name": f"QARR | {spec.name}",
+            "model_name": self.model,
+            "provider_name": spec.name,
+            "tag": spec.name,
+            "max_completion_tokens": None,
+            "max_prompt_tokens": None,
+            "pricing": None,
+            "supported_parameters": parameters,
+            "status": SERVING if ready else NOT_SERVING,
+            "uptime_last_30m": None,
+            "replicas": len(tier.replicas),
+            "replicas_ready": len(tier.ready),
+            "in_flight": sum(replica.in_flight for replica in tier.replicas),
+            "max_in_flight": spec.max_in_flight * len(tier.ready),
+            "queue": self.waiting(spec.name),
         }
 
 
@@ -145,66 +200,3 @@ def resolve(document: JsonObject, settings: OpenAISettings, fleet: Fleet) -> Cho
     if choice is None:
         raise UnknownModelError(str(name), (*model_names(settings, fleet), *adapter_names(fleet)))
     return choice
-
-
-# Of vLLM's chat completions, by OpenAI's and OpenRouter's names. Tools need an engine that is started for them.
-PARAMETERS = (
-    "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "min_p", "presence_penalty", "repetition_penalty",
-    "response_format", "seed", "stop", "structured_outputs", "temperature", "top_k", "top_logprobs", "top_p",
-)  # fmt: skip
-NOT_WITH_DRAFT = {"min_p", "logit_bias"}
-SERVING, NOT_SERVING = 0, -10  # OpenRouter's best and worst status
-
-
-@dataclass(frozen=True, slots=True)
-class ModelEndpoints:
-    """The endpoint ``GET /v1/models/{id}/endpoints``."""
-
-    models: Models
-    waiting: Callable[[TierName], int]  # requests in the router's queue that a tier may serve
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with the tiers behind one model. Where engines are is not told to anybody."""
-        models, name = self.models, scope["path_params"]["id"]
-        card = models.card(name, context_of(scope).caller.tiers)
-        data = {
-            "id": name,
-            "name": name,
-            "created": card["created"],
-            "description": f"{models.model} at {len(card['tiers'])} precisions"
-            if len(card["tiers"]) > 1
-            else models.model,
-            "architecture": {
-                "modality": "text->text",
-                "input_modalities": ["text"],
-                "output_modalities": ["text"],
-                "tokenizer": "Other",
-                "instruct_type": None,
-            },
-            "endpoints": [
-                self._endpoint(tier) for tier in models.fleet.snapshot().tiers if tier.spec.name in card["tiers"]
-            ],
-        }
-        await json_response({"data": data}, headers=context_of(scope).headers)(scope, receive, send)
-
-    def _endpoint(self, tier: TierSnapshot) -> dict[str, Any]:
-        spec, ready = tier.spec, tier.status is ReplicaStatus.READY
-        parameters = [p for p in PARAMETERS if spec.draft is None or p not in NOT_WITH_DRAFT]
-        return {
-            **behind(tier),
-            "name": f"QARR | {spec.name}",
-            "model_name": self.models.model,
-            "provider_name": spec.name,
-            "tag": spec.name,
-            "max_completion_tokens": None,
-            "max_prompt_tokens": None,
-            "pricing": None,
-            "supported_parameters": parameters,
-            "status": SERVING if ready else NOT_SERVING,
-            "uptime_last_30m": None,
-            "replicas": len(tier.replicas),
-            "replicas_ready": len(tier.ready),
-            "in_flight": sum(replica.in_flight for replica in tier.replicas),
-            "max_in_flight": spec.max_in_flight * len(tier.ready),
-            "queue": self.waiting(spec.name),
-        }

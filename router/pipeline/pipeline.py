@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from classifier import PromptFeatures, TokenCounter
 from router.accounting.charging import Charging, usage_of
@@ -31,23 +31,6 @@ from tiers.fleet import Fleet
 from tiers.spec import TierName, in_order
 
 
-class PromptObserver(Protocol):
-    """Is shown every prompt of a served request."""
-
-    def offer(self, text: str, features: PromptFeatures) -> None:
-        """Take note of one."""
-
-    def close(self) -> None:
-        """Write what has not been written."""
-
-
-class AnswerObserver(Protocol):
-    """Is shown every complete answer."""
-
-    def offer(self, decision: Decision, tier: TierName, messages: Sequence[Any] | None) -> None:
-        """Take note of the decision, the tier that served it, and the messages it answers; None: not known."""
-
-
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """Decides and serves. Wired once, in ``router.app.App``."""
@@ -63,8 +46,9 @@ class Pipeline:
     registry: RequestRegistry
     decisions: DecisionLog | None  # the decision log; None: none is written
     telemetry: Telemetry
-    prompt_observer: PromptObserver | None  # None: no prompt is sampled
-    answer_observer: AnswerObserver | None  # None: no answer is evaluated
+    prompt_observer: Callable[[str, PromptFeatures], None] | None  # is shown every prompt of a served request
+    # is shown every complete answer: its decision, the tier that served it, and the messages it answers, if known
+    answer_observer: Callable[[Decision, TierName, Sequence[Any] | None], None] | None
 
     def decide(self, call: Call, *, serve: bool = True) -> Decision:
         """Classify a request and decide; unless it is to be served (``serve``), it leaves no record.
@@ -90,7 +74,7 @@ class Pipeline:
             call.context.journey = journey
             JOURNEY.set(journey)
         if serve and self.prompt_observer is not None:
-            self.prompt_observer.offer(call.prompt.text, features)
+            self.prompt_observer(call.prompt.text, features)
         if serve and self.decisions is not None:
             self.decisions.decided(call.context.request_id, decision, fleet, table, priority=call.options.priority)
         return decision
@@ -173,7 +157,7 @@ class Pipeline:
                 prompt_tokens = answer.usage.get("prompt_tokens", active.decision.query.tokens_to_read)
                 active.used = prompt_tokens + answer.output_tokens
                 if answer.complete and ours and self.answer_observer is not None:
-                    self.answer_observer.offer(active.decision, answer.tier, asked.chat)
+                    self.answer_observer(active.decision, answer.tier, asked.chat)
                 await answer.aclose(error or answer.error)
         finally:
             try:

@@ -16,7 +16,6 @@ from router.api.asgi import (
     body_message,
     cancel_on_disconnect,
     context_of,
-    no_body,
     read_body,
     start_message,
 )
@@ -95,4 +94,3 @@ async def test_messages_are_as_asgi_has_them() -> None:
     assert not started[HOLD]
     assert start_message({}, "text/plain", {}, hold=True)[HOLD]
     assert body_message(b"a", more=True) == {"type": "http.response.body", "body": b"a", "more_body": True}
-    assert (await no_body())["more_body"] is False

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from router.api.asgi import no_body
 from router.api.openapi import document
 from router.api.settings import LimitSettings
 from router.section import PROJECT
@@ -43,6 +42,10 @@ async def test_every_route_is_in_the_document(tmp_path: Path) -> None:
         )
 
 
+async def sent_whole() -> Any:
+    return {"type": "http.request", "body": b"", "more_body": False}
+
+
 async def routes(app: ASGIApp) -> list[Route]:
     """Return the routes of an application, which it leaves in the scope of a request."""
     scope: dict[str, Any] = {
@@ -54,7 +57,7 @@ async def routes(app: ASGIApp) -> list[Route]:
         "client": None,
     }
     scope[OUT] = out = SentResponder()
-    await app(scope, no_body, out.send)
+    await app(scope, sent_whole, out.send)
     assert out.status == 200
     found: list[Route] = scope["app"].routes
     return found

@@ -68,21 +68,11 @@ class Noted:
     def request(self) -> None:
         self.requests += 1
 
+    def prompt(self, text: str, _features: PromptFeatures) -> None:
+        self.prompts.append(text)
 
-@dataclass
-class Prompts:
-    noted: Noted
-
-    def offer(self, text: str, _features: PromptFeatures) -> None:
-        self.noted.prompts.append(text)
-
-
-@dataclass
-class Answers:
-    noted: Noted
-
-    def offer(self, _decision: Decision, tier: TierName, messages: Any) -> None:
-        self.noted.answers.append((tier, messages))
+    def answer(self, _decision: Decision, tier: TierName, messages: Any) -> None:
+        self.answers.append((tier, messages))
 
 
 @dataclass
@@ -145,8 +135,8 @@ async def line(
             registry=RequestRegistry(ServerState(), 9),
             decisions=decisions,
             telemetry=stack.telemetry,
-            prompt_observer=Prompts(noted),
-            answer_observer=Answers(noted),
+            prompt_observer=noted.prompt,
+            answer_observer=noted.answer,
         )
         yield Line(pipeline, stack, noted)
         if decisions is not None:
