@@ -43,7 +43,8 @@ def classify(
     Where none answers, that of an idle fleet without measurements.
     """
     settings = load_settings(config)
-    counter = named_counter(tokenizer) if tokenizer is not None else make_counter(_prepared_folder(settings))
+    made = finished(prepare_options(settings)) if tokenizer is None else ()
+    counter = make_counter(made[0].path if made else None) if tokenizer is None else named_counter(tokenizer)
     if not counter.exact:
         err.print("no tokenizer yet ('qarr model prepare' makes one): tokens are estimated")
     router: RouterApiClient | None = None
@@ -125,8 +126,3 @@ def _jsonl_prompts(stream: Any) -> Iterator[str]:
         if not isinstance(text, str):
             fail(f'line {number} of standard input: expected a JSON object with a "text" string')
         yield text
-
-
-def _prepared_folder(settings: Settings) -> Path | None:
-    found = finished(prepare_options(settings))
-    return found[0].path if found else None

@@ -42,6 +42,7 @@ from tiers.preparing import about
 from tiers.replica import Replica
 from tiers.spec import PRECISIONS, ReplicaStatus, TierSpec
 
+ASKING = "asking the installed vLLM about its arguments; this takes some seconds, once"
 HostOption = Annotated[str | None, typer.Option(help="Address to listen on.")]
 
 
@@ -82,7 +83,7 @@ def up(
         name: engine_args(settings, name) for name in settings.tiers.names if settings.tiers.of(name).replicas_here
     }
     python = settings.engine.python if deployment.ray is None else settings.ray.python
-    check_engine_args(python, given, cache_dir() / "engine-args", _asking)
+    check_engine_args(python, given, cache_dir() / "engine-args", lambda: err.print(ASKING))
     if not deployment.missing and deployment.ray is None:
         _show_plan(deployment.model, deployment.plan, deployment.specs)
     _run(deployment, sock, keys, started, logging, Asked(settings, load))
@@ -134,10 +135,6 @@ def serve(
     if not deployment.counter.exact:
         err.print("no tokenizer folder is given (--tokenizer DIR): prompt tokens are estimated")
     _run(deployment, sock, keys, started, logging, Asked(settings, load), predecessor)
-
-
-def _asking() -> None:
-    err.print("asking the installed vLLM about its arguments; this takes some seconds, once")
 
 
 def _show_plan(model: str, plan: Plan, specs: Sequence[TierSpec]) -> None:

@@ -164,7 +164,8 @@ def _detail(said: str | None, tier: dict[str, Any]) -> str:
 
 
 def _row(replica: dict[str, Any], tier: dict[str, Any]) -> list[str]:
-    usage, pace = replica["kv_cache_usage"], replica["tpot_ms"]
+    usage, pace, accepted = replica["kv_cache_usage"], replica["tpot_ms"], replica.get("draft_acceptance")
+    drafts = "" if accepted is None else f"{accepted:.0%} of drafted tokens accepted"
     return [
         replica["id"],
         replica["state"],
@@ -176,9 +177,5 @@ def _row(replica: dict[str, Any], tier: dict[str, Any]) -> list[str]:
         "-" if pace is None else f"{pace:.1f}",
         str(replica["pid"] or "-"),
         replica["url"] or "-",
-        "; ".join(filter(None, (_detail(replica["detail"], tier), _drafts(replica.get("draft_acceptance"))))),
+        "; ".join(filter(None, (_detail(replica["detail"], tier), drafts))),
     ]
-
-
-def _drafts(acceptance: float | None) -> str:
-    return "" if acceptance is None else f"{acceptance:.0%} of drafted tokens accepted"

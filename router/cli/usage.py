@@ -52,7 +52,9 @@ def keys_usage(
     elif as_csv:
         writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows({**row, "name": _cell(row["name"])} for row in usage)
+        writer.writerows(
+            {**row, "name": f"'{row['name']}" if row["name"].startswith(FORMULA) else row["name"]} for row in usage
+        )
     else:
         _print(budgets, rows, names)
 
@@ -89,8 +91,3 @@ def _print(budgets: list[dict[str, Any]], rows: list[tuple[Row, Use]], names: Ma
     if rows:
         typer.echo("")
         print_table(used)
-
-
-def _cell(text: str) -> str:
-    """Return a text that no spreadsheet takes for a formula."""
-    return f"'{text}" if text.startswith(FORMULA) else text

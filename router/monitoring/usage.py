@@ -119,21 +119,16 @@ class UsageEndpoint:
 
     async def answer(self, request: Request) -> Response:
         """Answer with how far budgets are used, and what was used on each day from ``from`` to ``to``."""
-        try:
-            return await self._answer(request)
-        except (*UNAVAILABLE, sqlite3.Error):
-            fault, path = self._database.fault, self._database.path
-            raise BudgetUnknownError(
-                f"the file {path}" if fault else self._charging.reservations.ledger.place
-            ) from None
-
-    async def _answer(self, request: Request) -> Response:
-        caller = context_of(request.scope).caller
+        caller, ledger = context_of(request.scope).caller, self._charging.reservations.ledger
         first, last = _day(request, "from"), _day(request, "to")
-        rows = await self._database.change(partial(read_usage, first, last))
-        names = {key.id: key.name for key in await asyncio.to_thread(read_keys, self._keys.path)}
         own = {each.key_id: each for each in (*self._keys.callers, caller) if caller.sees(each.key_id)}
-        budgets = await used_budgets(self._charging.reservations.ledger, list(own.values()), time.time())
+        try:
+            rows = await self._database.change(partial(read_usage, first, last))
+            names = {key.id: key.name for key in await asyncio.to_thread(read_keys, self._keys.path)}
+            budgets = await used_budgets(ledger, list(own.values()), time.time())
+        except (*UNAVAILABLE, sqlite3.Error):
+            place = f"the file {self._database.path}" if self._database.fault else ledger.place
+            raise BudgetUnknownError(place) from None
         priced = self._charging.reservations.settings.replica_hour is not None
         usage = [render_row(row, use, names, priced=priced) for row, use in rows if caller.sees(row.key)]
         body = {"scope": "all" if caller.sees_all else "own", "budgets": budgets, "usage": usage}

@@ -93,7 +93,8 @@ class _Run:
         self._slots = {tier: asyncio.Semaphore(n) for tier, n in slots.items()}
         self._parallel = plan.parallel or min(slots.values())
         longest = CHARS_PER_TOKEN * min(tier.max_model_len for tier in fleet.tiers.values())
-        self._tasks = {t.digest: t for t in plan.tasks if _askable(t, plan, longest)}
+        tasks = plan.tasks if plan.runs is not None else [t for t in plan.tasks if not isinstance(t.check, RunsCheck)]
+        self._tasks = {task.digest: task for task in tasks if len(task.prompt) < longest}
         self._answers: dict[tuple[str, TierName], Judged] = {}
         self._scored: Counter[tuple[TierName, Kind]] = Counter()
         self._read_journal()
@@ -222,10 +223,6 @@ class _Run:
                 self._answers[answer.task, answer.tier] = answer
                 kind = answer.prompt_class, answer.complexity
                 self._scored[answer.tier, kind] += answer.scores is not None
-
-
-def _askable(task: Task, plan: Plan, longest: float) -> bool:
-    return (plan.runs is not None or not isinstance(task.check, RunsCheck)) and len(task.prompt) / longest < 1
 
 
 def _setting(plan: Plan, fleet: FleetState, tier: TierName) -> str:

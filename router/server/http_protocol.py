@@ -335,11 +335,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._stalled = self.loop.call_later(self.bounds.write_timeout_s, self.cut, why)
         if self.transport.get_write_buffer_size() > LARGE_ANSWER:
             self.untaken[self] = None
-            while len(self.untaken) > 1 and self._left_untaken() > UNTAKEN_BYTES:
+            sizes = {each: each.transport.get_write_buffer_size() for each in self.untaken}
+            while len(self.untaken) > 1 and sum(sizes[each] for each in self.untaken) > UNTAKEN_BYTES:
                 next(iter(self.untaken)).cut("while others left theirs as well")
-
-    def _left_untaken(self) -> int:
-        return sum(each.transport.get_write_buffer_size() for each in self.untaken)
 
     def _unstall(self) -> None:
         if self._stalled is not None:

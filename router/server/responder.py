@@ -28,10 +28,8 @@ class Responder:
     Attributes:
         cycle: uvicorn's state of the request, kept up to date.
         status: The one sent; 499 if the client went away before.
-        begun: Whether its head was sent.
+        begun: Whether its head was sent; ``early``: before it was known who answers; ``complete``: all of it.
         streams: Whether it is a stream of events.
-        early: Whether its head was sent before it was known who answers.
-        complete: Whether all of it was sent.
     """
 
     __slots__ = (

@@ -24,55 +24,18 @@ _NUMBERS = {
 }
 # What of a request says how tokens are chosen, and holds for its continuation as well.
 _SAMPLING = (
-    "allowed_token_ids",
-    "bad_words",
-    "cache_salt",
-    "frequency_penalty",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "logit_bias",
-    "min_p",
-    "min_tokens",
-    "presence_penalty",
-    "repetition_detection",
-    "repetition_penalty",
-    "seed",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "stop",
-    "stop_token_ids",
-    "temperature",
-    "top_k",
-    "top_p",
-    "vllm_xargs",
-    "watermarking",
-)
+    "allowed_token_ids", "bad_words", "cache_salt", "frequency_penalty", "ignore_eos", "include_stop_str_in_output",
+    "logit_bias", "min_p", "min_tokens", "presence_penalty", "repetition_detection", "repetition_penalty", "seed",
+    "skip_special_tokens", "spaces_between_special_tokens", "stop", "stop_token_ids", "temperature", "top_k",
+    "top_p", "vllm_xargs", "watermarking",
+)  # fmt: skip
 # What makes an answer one that cannot be taken over halfway: it has a structure of its own, or tells more than text.
 _NOT_RESUMABLE = (
-    "echo",
-    "ec_transfer_params",
-    "functions",
-    "guided_choice",
-    "guided_decoding_backend",
-    "guided_grammar",
-    "guided_json",
-    "guided_regex",
-    "kv_transfer_params",
-    "logprob_token_ids",
-    "logprobs",
-    "mm_payload",
-    "prompt_embeds",
-    "prompt_logprobs",
-    "return_prompt_text",
-    "return_token_ids",
-    "return_token_offsets",
-    "return_tokens_as_token_ids",
-    "structured_outputs",
-    "suffix",
-    "tools",
-    "top_logprobs",
-    "use_beam_search",
-)
+    "echo", "ec_transfer_params", "functions", "guided_choice", "guided_decoding_backend", "guided_grammar",
+    "guided_json", "guided_regex", "kv_transfer_params", "logprob_token_ids", "logprobs", "mm_payload",
+    "prompt_embeds", "prompt_logprobs", "return_prompt_text", "return_token_ids", "return_token_offsets",
+    "return_tokens_as_token_ids", "structured_outputs", "suffix", "tools", "top_logprobs", "use_beam_search",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,17 +53,10 @@ class OverflowHold:
     sent: SentPrompt | None = None
     _released: bool = False
 
-    def first_token(self, ttft_ms: float | None = None) -> None:
-        """Note the first token."""
+    def note(self, *_: object) -> None:
+        """Take what a lease learns from: here nothing does."""
 
-    def produced(self, tokens: int = 1) -> None:
-        """Count output tokens."""
-
-    def finished(self, tpot_ms: float | None, output_tokens: int = 0, cached_tokens: int | None = None) -> None:
-        """Note a complete answer."""
-
-    def failed(self, error: str) -> None:
-        """Note a failure."""
+    first_token = produced = finished = failed = note
 
     def release(self) -> None:
         """Give the place back. Only the first call counts."""
@@ -90,15 +83,11 @@ class EngineAnswer(ABC):
     """A request that an engine answers: its lease, its span, its times and its usage. Close it, however it ends.
 
     Attributes:
-        tier: That began the answer.
-        replica_id: The same, of the tier's replicas.
-        spec: What that replica serves.
+        tier: That began the answer, with ``replica_id`` of its replicas, which serves ``spec``.
         sent_at: When the request was first sent, to whichever replica, by the monotonic clock in seconds.
         overflow: Name of the server outside of the fleet that answers; None: a tier does.
-        complete: Whether all of it has come.
         parts: What other engines computed of it, in order.
         output_tokens: Produced so far: the engine's count, or until that comes what its chunks tell.
-        fingerprint: What the engine calls itself in its answers.
         predicted_cached_tokens: Of its prompt, which the replica was expected to hold; None: not known.
         cached_tokens: Of its prompt, found in the prefix cache; None: the engine did not report them.
     """

@@ -41,47 +41,19 @@ from tiers.breaker import Breaker
 from tiers.spec import OVERFLOW, TierName, TierSpec
 
 _SHARED = {
-    "frequency_penalty",
-    "logprobs",
-    "max_tokens",
-    "model",
-    "n",
-    "presence_penalty",
-    "seed",
-    "stop",
-    "stream",
-    "stream_options",
-    "temperature",
-    "top_p",
-}
+    "frequency_penalty", "logprobs", "max_tokens", "model", "n", "presence_penalty", "seed", "stop", "stream",
+    "stream_options", "temperature", "top_p",
+}  # fmt: skip
 _CHAT = _SHARED | {
-    "function_call",
-    "functions",
-    "max_completion_tokens",
-    "messages",
-    "parallel_tool_calls",
-    "reasoning_effort",
-    "response_format",
-    "tool_choice",
-    "tools",
-    "top_logprobs",
-    "verbosity",
-}
+    "function_call", "functions", "max_completion_tokens", "messages", "parallel_tool_calls", "reasoning_effort",
+    "response_format", "tool_choice", "tools", "top_logprobs", "verbosity",
+}  # fmt: skip
 _COMPLETION = _SHARED | {"best_of", "echo", "prompt", "suffix"}
 # Of no effect on the answer; some tell who asks, make the server keep it, or change what it costs.
 _LEFT_OUT = {
-    "cache_salt",
-    "metadata",
-    "priority",
-    "prompt_cache_key",
-    "provider",
-    "qarr",
-    "request_id",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-}
+    "cache_salt", "metadata", "priority", "prompt_cache_key", "provider", "qarr", "request_id", "safety_identifier",
+    "service_tier", "store", "user",
+}  # fmt: skip
 # Values of vLLM's parameters that change nothing (vLLM 0.32, SamplingParams and its OpenAI protocol).
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),

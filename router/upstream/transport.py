@@ -45,24 +45,17 @@ class Connection(asyncio.Protocol):
     """One connection to an engine; it carries one request at a time.
 
     Attributes:
-        state: What it is doing.
-        origin: Where it leads.
         idle_since: When its last answer had come, by the monotonic clock in seconds.
         reusable: Whether it can carry another request once the answer is complete.
         status: The answer's status; 0: its head has not come.
-        headers: The answer's headers, as they were sent.
-        complete: Whether the whole answer has come.
         over: Whether nothing but its end is to come.
         read_timeout_s: Longest time that one read of the present answer may wait; None: any.
         from_sending: Whether that time is counted from when the request was sent, for all reads together.
         parts: Of the answer's body that have come and were not read.
         sink: Takes parts as they come, in place of a task that would be woken for each; returns whether it takes more.
-        buffered: Their bytes.
-        paused: Whether the socket is not read, since they are many.
+        buffered: Their bytes; ``paused``: the socket is not read, since they are many.
         fault: Why no more comes; what has come can still be read.
-        waiter: Of who waits for more.
-        waiting_since: When the wait began, by the monotonic clock in seconds.
-        timer: Ends a wait that takes too long.
+        waiting_since: When who waits for more (``waiter``) began to, by the monotonic clock in seconds.
     """
 
     __slots__ = (
