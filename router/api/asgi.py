@@ -48,11 +48,6 @@ def context_of(scope: Scope) -> RequestContext:
     return context
 
 
-def responder_of(scope: Scope) -> Responder:
-    out: Responder = scope[OUT]
-    return out
-
-
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """Read a request's body, up to ``limit`` bytes, these also without its coding; a byte order mark is left out.
 

@@ -18,7 +18,6 @@ from router.api.asgi import (
     cancel_on_disconnect,
     context_of,
     read_body,
-    responder_of,
     start_message,
 )
 from router.api.bodies import Rules
@@ -30,7 +29,7 @@ from router.pipeline.pipeline import Pipeline
 from router.pipeline.registry import ActiveRequest
 from router.pipeline.request import Call, RequestContext
 from router.policy.decision import Decision
-from router.server.responder import Responder
+from router.server.responder import OUT, Responder
 from router.settings import Settings
 from router.telemetry.settings import TelemetrySettings
 from router.upstream.engine_stream import BufferedAnswer, EngineAnswer, EngineStream
@@ -106,7 +105,7 @@ class Answering:
         call = await endpoint.read(body, context, service)
         del body  # not to be held for as long as the answer takes
         decision = pipeline.decide(call)
-        out = responder_of(scope)
+        out: Responder = scope[OUT]
         if call.streamed and server.silence_s:  # whose head says nothing of who answers
             out.await_first(server.silence_s, start_message(context.headers, EVENT_STREAM, STREAM_HEADERS))
         if call.resumable:

@@ -245,13 +245,14 @@ def read_messages(messages: Sequence[Mapping[str, str]], counter: TokenCounter) 
 
 
 class TextEvents:
-    """Writes an answer as text events, then one ``done`` or one ``error`` event; ``numbered``: their ids are numbers."""
+    """Writes an answer as text events, then one ``done`` or one ``error`` event."""
 
     __slots__ = ("_answer", "_context", "_number")
 
-    def __init__(self, answer: EngineStream, context: RequestContext, *, numbered: bool = False) -> None:
-        self._answer, self._context = answer, context
-        self._number = 0 if numbered else None
+    def __init__(self, call: Call, active: ActiveRequest) -> None:
+        assert isinstance(active.answer, EngineStream)
+        self._answer, self._context = active.answer, call.context
+        self._number = None if call.resumable else 0  # of the event's id, unless that names the stream as well
 
     def events(self, chunks: Sequence[Chunk]) -> list[bytes]:
         events, number = [], self._number
@@ -273,11 +274,6 @@ class TextEvents:
 
     def _last(self, event: bytes) -> list[bytes]:
         return [event if self._number is None else b"id: %d\n" % (self._number + 1) + event]
-
-
-def _encoder(call: Call, active: ActiveRequest) -> TextEvents:
-    assert isinstance(active.answer, EngineStream)
-    return TextEvents(active.answer, call.context, numbered=not call.resumable)  # whose ids name the stream as well
 
 
 async def _whole(call: Call, active: ActiveRequest) -> tuple[bytes, str]:
@@ -305,7 +301,7 @@ def closing(answer: EngineStream) -> dict[str, Any]:
     }
 
 
-GENERATE = Endpoint("/generate", parse, _encoder, _whole, resumes=True)
+GENERATE = Endpoint("/generate", parse, TextEvents, _whole, resumes=True)
 
 
 async def decision_alone(service: Service, request: Request) -> Response:

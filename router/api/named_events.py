@@ -6,7 +6,7 @@ tell token ids: after the first byte a fault ends a stream with an error event. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -193,24 +193,13 @@ def _parse(api: _Api, body: bytes, context: RequestContext, service: Service) ->
     )
 
 
-def _encoder(call: Call, active: ActiveRequest) -> PassedEvents:
-    return PassedEvents(call.context, report_on(call, active))
-
-
-_APIS = (
-    _Api(MESSAGES, read_messages, "max_tokens", MESSAGE_FORMAT),
-    _Api(RESPONSES, read_response_body, "max_output_tokens", RESPONSE_FORMAT),
-)
-NAMED_EVENT_ENDPOINTS = [Endpoint(api.path, partial(_parse, api), _encoder, as_it_came) for api in _APIS]
-
-
 class PassedEvents:
     """Passes a stream's events on as they are. Its last one waits until the answer is complete, and gets the report."""
 
     __slots__ = ("_context", "_last", "_latest", "_report")
 
-    def __init__(self, context: RequestContext, report: Mapping[str, Any] | None) -> None:
-        self._context, self._report = context, report
+    def __init__(self, call: Call, active: ActiveRequest) -> None:
+        self._context, self._report = call.context, report_on(call, active)
         self._last = self._latest = b""
 
     def events(self, chunks: Sequence[Chunk]) -> list[bytes]:
@@ -232,6 +221,13 @@ class PassedEvents:
         following = int(number) + 1 if number.isdigit() else 0
         form = error_form(self._context.route)
         return [describe(error).event(form, self._context.ids, following) + SEPARATOR]
+
+
+_APIS = (
+    _Api(MESSAGES, read_messages, "max_tokens", MESSAGE_FORMAT),
+    _Api(RESPONSES, read_response_body, "max_output_tokens", RESPONSE_FORMAT),
+)
+NAMED_EVENT_ENDPOINTS = [Endpoint(api.path, partial(_parse, api), PassedEvents, as_it_came) for api in _APIS]
 
 
 async def stored_response(request: Request) -> None:

@@ -18,7 +18,7 @@ from router.api.bodies import (
     first_errors,
     routing_allowed,
 )
-from router.api.endpoint import Endpoint, Service, as_it_came, report_on
+from router.api.endpoint import Endpoint, Service, as_it_came
 from router.api.models import read_document, resolve
 from router.api.openai_events import RelayedEvents
 from router.api.openai_prompt import beside, read_chat, read_completion
@@ -26,7 +26,6 @@ from router.api.paths import CHAT, COMPLETIONS
 from router.api.provider import provider_of, with_provider
 from router.api.settings import TierPolicy
 from router.api.truncation import Cutter, cut_prompts
-from router.pipeline.registry import ActiveRequest
 from router.pipeline.request import (
     MAX_COUNT,
     Call,
@@ -43,7 +42,6 @@ from router.upstream.engine_request import (
     resumption_of,
     token_limit,
 )
-from router.upstream.engine_stream import EngineStream
 from router.upstream.json_object import JsonObject, as_boolean, as_integer
 
 # Header → member of the ``qarr`` object; numbers are written as such.
@@ -147,13 +145,7 @@ def _cut(call: Call, cutter: Cutter) -> Call:
     return replace(shorter, truncated=cutter.disclosed(shorter, dropped))
 
 
-def _encoder(call: Call, active: ActiveRequest) -> RelayedEvents:
-    assert isinstance(active.answer, EngineStream)
-    chat, wants_usage = call.asked.path == CHAT, call.asked.wants_usage
-    return RelayedEvents(active.answer, report_on(call, active), chat=chat, wants_usage=wants_usage)
-
-
-COMPLETION_ENDPOINTS = [Endpoint(path, partial(parse, path), _encoder, as_it_came) for path in (CHAT, COMPLETIONS)]
+COMPLETION_ENDPOINTS = [Endpoint(path, partial(parse, path), RelayedEvents, as_it_came) for path in (CHAT, COMPLETIONS)]
 
 
 def undraftable_of(document: JsonObject) -> str:

@@ -7,13 +7,16 @@ Token ids, which failover needs, are taken out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic_core import to_json
 
-from router.api.paths import ErrorForm
+from router.api.endpoint import report_on
+from router.api.paths import CHAT, ErrorForm
 from router.api.problems import describe
+from router.pipeline.registry import ActiveRequest
+from router.pipeline.request import Call
 from router.upstream.engine_stream import EngineStream, continued_on
 from router.upstream.json_object import read_json
 from router.upstream.sse import DONE, SEPARATOR, Chunk
@@ -30,11 +33,10 @@ class RelayedEvents:
 
     __slots__ = ("_answer", "_chat", "_opened", "_report", "_usage_sent", "_wants_usage")
 
-    def __init__(
-        self, answer: EngineStream, report: Mapping[str, Any] | None, *, chat: bool, wants_usage: bool
-    ) -> None:
-        self._answer, self._report = answer, report
-        self._chat, self._wants_usage = chat, wants_usage
+    def __init__(self, call: Call, active: ActiveRequest) -> None:
+        assert isinstance(active.answer, EngineStream)
+        self._answer, self._report = active.answer, report_on(call, active)
+        self._chat, self._wants_usage = call.asked.path == CHAT, call.asked.wants_usage
         self._opened = b""  # the first engine's first event
         self._usage_sent = False
 

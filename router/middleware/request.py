@@ -10,7 +10,7 @@ from ipaddress import ip_address
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.api.asgi import CONTEXT, ForeignHostError, ForeignPageError, body_message, context_of, responder_of
+from router.api.asgi import CONTEXT, ForeignHostError, ForeignPageError, body_message, context_of
 from router.api.paths import PAGE, error_form
 from router.api.problems import DrainingError, describe, is_known, response_to
 from router.auth.access import KeyStore
@@ -67,7 +67,7 @@ class RequestMiddleware:
             return
         task = asyncio.current_task()
         assert task is not None
-        out = responder_of(scope)
+        out: Responder = scope[OUT]
         out.through(send, self._server_state)
         self._server_state.active_requests.add(task)
         try:
