@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import pytest
+from starlette.types import Message, Receive, Scope
 
 from router.api.asgi import (
     CONTEXT,
@@ -21,9 +21,6 @@ from router.api.asgi import (
 )
 from router.pipeline.request import RequestContext
 from tests.unit.sent_responder import SentResponder
-
-if TYPE_CHECKING:
-    from starlette.types import Message, Receive, Scope
 
 pytestmark = pytest.mark.anyio
 LIMIT = 10

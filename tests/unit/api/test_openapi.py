@@ -8,9 +8,11 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from router.api.openapi import document
 from router.api.settings import LimitSettings
@@ -18,10 +20,6 @@ from router.section import PROJECT
 from router.server.responder import OUT
 from tests.unit.router_stack import router_stack
 from tests.unit.sent_responder import SentResponder
-
-if TYPE_CHECKING:
-    from starlette.routing import Route
-    from starlette.types import ASGIApp
 
 pytestmark = pytest.mark.anyio
 SCHEMATHESIS = Path(sys.executable).with_name("schemathesis")

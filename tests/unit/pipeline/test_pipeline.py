@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from classifier import EstimatingCounter
+from classifier import EstimatingCounter, PromptFeatures
 from router.accounting.charging import Charging
 from router.accounting.ledgers import MemoryLedger
 from router.accounting.reservations import Reservations
@@ -20,9 +22,9 @@ from router.pipeline.admission import Admission
 from router.pipeline.failover import Failover
 from router.pipeline.overflow import Overflow
 from router.pipeline.pipeline import Pipeline
-from router.pipeline.registry import RequestRegistry
+from router.pipeline.registry import ActiveRequest, RequestRegistry
 from router.pipeline.request import MAX_COUNT, Call, PromptText, RequestContext, RoutingOptions
-from router.policy.decision import Refusal, RequestRefusedError
+from router.policy.decision import Decision, Refusal, RequestRefusedError
 from router.policy.decision_log import DecisionLog, read_log
 from router.telemetry.record import Outcome
 from router.upstream.engine_request import EngineRequest
@@ -31,17 +33,8 @@ from router.upstream.errors import EngineTooSlowError
 from router.upstream.json_object import JsonObject
 from router.upstream.overflow import OverflowClient
 from tests.fakes.engine import Behaviour
-from tests.unit.upstream_stack import HI, text_of, until, upstream_stack
+from tests.unit.upstream_stack import HI, UpstreamStack, text_of, until, upstream_stack
 from tiers.spec import STANDARD_TIERS, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from classifier import PromptFeatures
-    from router.pipeline.registry import ActiveRequest
-    from router.policy.decision import Decision
-    from tests.unit.upstream_stack import UpstreamStack
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS
