@@ -282,7 +282,7 @@ def render_fleet(
     return {
         "model": model,
         "machine": machine,
-        "scope": scope_of(everything=inside),
+        "scope": "all" if inside else "own",
         "tiers": [
             {
                 "tier": tier.spec.name,
@@ -315,10 +315,6 @@ def render_preparing(preparing: Preparing) -> dict[str, Any]:
         "total": preparing.total,
         "remaining_s": None if remaining_s is None else round(remaining_s, 1),
     }
-
-
-def scope_of(*, everything: bool) -> Literal["all", "own"]:
-    return "all" if everything else "own"
 
 
 def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

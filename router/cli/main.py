@@ -27,7 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "classify": ("classify", "classify"),
     "plan": ("plan", "plan"),
     "settings": ("show_settings", "show_settings"),
-    "reload": ("reload", "reload"),
+    "reload": ("show_settings", "reload"),
     "model": ("model", "model_app"),
     "keys": ("keys", "keys_app"),
     "profile": ("profile", "profile_app"),

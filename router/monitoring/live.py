@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from router.api.asgi import body_message, cancel_on_disconnect, context_of, start_message
-from router.api.bodies import json_response, render_fleet, scope_of
+from router.api.bodies import json_response, render_fleet
 from router.api.paths import MOST_LISTED
 from router.auth.access import KeyStore
 from router.auth.api_keys import Caller
@@ -279,7 +279,7 @@ class LiveEndpoints:
         render = render_record if name == "requests" else render_listed
         seen = (record for record in reversed(self._pipeline.registry.kept()) if caller.sees(record.key_id))
         shown = [render(record) for record in islice(seen, limit)]
-        return _json({"scope": scope_of(everything=caller.sees_all), name: shown})
+        return _json({"scope": "all" if caller.sees_all else "own", name: shown})
 
     async def _trace(self, request: Request) -> Response:
         caller, trace_id = context_of(request.scope).caller, request.path_params["trace_id"]

@@ -1,9 +1,6 @@
 """The decision log: everything that a decision was made from, so that it can be made again. It holds no prompts.
 
-JSON lines of four kinds. ``policy``: the policy's parameters, under the digest that decisions name them by; at the start
-of every file, and whenever they change. ``decision``: the request as the policy saw it, the fleet's snapshot, and what was
-decided. ``outcome``: how the request ended. ``overflow``: what became of it where no tier had a slot for it, and another
-server was to answer.
+JSON lines of four kinds, one a class below. ``policy`` comes at the start of every file, and whenever the parameters change.
 """
 
 from __future__ import annotations
@@ -161,7 +158,7 @@ class DecisionLog:
     ) -> None:
         if table is not self._table:
             self._table, self._policy = table, digest_of(table)
-            self._head = _line(PolicyRecord(self._policy, table))
+            self._head = _RECORD.dump_json(PolicyRecord(self._policy, table))
         chosen = decision.chosen
         record = DecisionRecord(
             at=round(time.time(), 4),
@@ -176,10 +173,10 @@ class DecisionLog:
             predicted_tpot_ms=chosen.predicted_tpot_ms if chosen else None,
             priority=priority,
         )
-        self._writer.put(_line(record), self._head)
+        self._writer.put(_RECORD.dump_json(record), self._head)
 
     def ended(self, outcome: OutcomeRecord | OverflowRecord) -> None:
-        self._writer.put(_line(outcome), self._head)
+        self._writer.put(_RECORD.dump_json(outcome), self._head)
 
     def close(self) -> None:
         """Write what is queued, and close the file. Waits for seconds at most."""
@@ -207,7 +204,3 @@ def read_log(path: Path) -> Iterator[Record]:
         except ValidationError as error:
             if error.errors()[0]["type"] != "json_invalid":
                 raise ProfileError(f"{path} line {number} is no record of decisions: {first_fault(error)}") from None
-
-
-def _line(record: Record) -> bytes:
-    return _RECORD.dump_json(record)

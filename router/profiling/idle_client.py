@@ -70,18 +70,11 @@ class IdleClient(Client):
             },
         )
 
-    async def ask(
-        self,
-        path: str,
-        tier: TierName,
-        body: Mapping[str, Any],
-        waiting: Callable[[], None] = lambda: None,
-        adapter: str | None = None,
-    ) -> Any:
+    async def ask(self, *args: Any, **named: Any) -> Any:
         """See ``Client``; sends cancelled requests again."""
         while True:
             with suppress(TimeoutError):
-                answer = await super().ask(path, tier, body, waiting, adapter)
+                answer = await super().ask(*args, **named)
                 self._wait_s = self._idle_s
                 return answer
 

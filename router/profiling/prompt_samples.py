@@ -17,7 +17,9 @@ class PromptSamples:
     """Writes a share of all prompts to a file that only its owner can read, up to ``MAX_PROMPTS``."""
 
     def __init__(self, path: Path, share: float) -> None:
-        self._share, self._left = share, MAX_PROMPTS - _count_lines(path)
+        self._share, self._left = share, MAX_PROMPTS
+        with suppress(OSError), path.open("rb") as file:
+            self._left -= sum(1 for _ in file)
         self._writer = LineWriter(path, "the file of sampled prompts")
 
     def offer(self, text: str, features: PromptFeatures) -> None:
@@ -29,9 +31,3 @@ class PromptSamples:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _count_lines(path: Path) -> int:
-    with suppress(OSError), path.open("rb") as file:
-        return sum(1 for _ in file)
-    return 0

@@ -1,9 +1,6 @@
 """Spans of requests, for exporters. The page needs none: its traces are made from records.
 
-Exporting is configured by the standard variables: ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or ``…_TRACES_ENDPOINT``),
-``OTEL_EXPORTER_OTLP_PROTOCOL`` (or ``…_TRACES_PROTOCOL``: ``http/protobuf`` or ``grpc``), ``OTEL_TRACES_EXPORTER``
-(``otlp``, ``console``, ``none``), ``OTEL_SERVICE_NAME``, ``OTEL_RESOURCE_ATTRIBUTES``, ``OTEL_SDK_DISABLED``,
-``OTEL_TRACES_SAMPLER``.
+Exporting is configured by the standard ``OTEL_*`` variables.
 """
 
 from __future__ import annotations
