@@ -19,7 +19,6 @@ class Signal:
         self._waiters: list[asyncio.Future[None]] | None = None
 
     def set(self) -> None:
-        """Release all waiters, and those that come before the next ``clear``."""
         self._set = True
         for waiter in self._waiters or ():
             if not waiter.done():

@@ -43,7 +43,6 @@ class Hold(NamedTuple):
 
     @property
     def places(self) -> list[tuple[str, str]]:
-        """Where it counts: accounts' ids and periods."""
         return [(account.id, period) for account in self.accounts for period in self.periods]
 
     def broken(self, used: Used) -> tuple[Account, Limit] | None:

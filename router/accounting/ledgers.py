@@ -35,7 +35,6 @@ class MemoryLedger:
         self._holds: dict[str, Hold] = {}
 
     async def reserve(self, hold: Hold) -> Reserved:
-        """Reserve what a hold asks for if that breaks no limit."""
         used = await self.used([account.id for account in hold.accounts], hold.periods)
         denied = hold.broken(used)
         if denied is None:

@@ -227,7 +227,6 @@ class ResumableStreams:
                     self._wait_for_reader(stream)
 
     def _wait_for_reader(self, stream: ResumableStream) -> None:
-        """Drop a stream unless a connection reads it in time."""
         stream.wait_for_reader(asyncio.get_running_loop().call_later(self.bounds.resume_s, self.drop, stream))
 
     def drop(self, stream: ResumableStream) -> None:

@@ -61,7 +61,6 @@ class KeyStore:
 
     @property
     def notes(self) -> list[str]:
-        """What an operator should know of who gets in."""
         away = self.tokens is not None and (self.tokens.fault or not self.tokens.in_force)
         return ["the keys of the tokens' issuer (jwt.jwks) cannot be read"] if away else []
 

@@ -390,7 +390,6 @@ class RedisLedger:
         await self._give_back(keys=_names(unused.key_id), args=numbers)
 
     async def renew(self, slots: Mapping[str, str]) -> None:
-        """Extend the leases of slots, each with its key's id."""
         seconds, microseconds = await self._redis.time()
         until = seconds + microseconds / 1e6 + LEASE_S
         async with self._redis.pipeline(transaction=False) as pipe:

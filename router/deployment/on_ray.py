@@ -169,7 +169,6 @@ class OnRay:
 
     @property
     def settled(self) -> bool:
-        """Tell whether the router gives requests to every replica."""
         ready = sum(replica.state.status is ReplicaStatus.READY for replica in self._fleet.replicas)
         return self._engines is None or (self._engines.settled and ready >= self._count)
 

@@ -66,7 +66,6 @@ class Reader:
         self._over = False
 
     def end(self) -> None:
-        """End the reader's stream after the events that wait."""
         self._over = True
         self._news.set()
 
@@ -146,7 +145,6 @@ class Live:
                 self._wanted.clear()
 
     async def run(self) -> None:
-        """Send a snapshot every second while there are readers, until cancelled."""
         while True:
             await self._wanted.wait()
             self._count(math.inf)

@@ -66,7 +66,6 @@ class RequestQueue(Generic[E]):
         self.count += 1
 
     def remove(self, waiter: E) -> None:
-        """Take a request out, unless it is out already."""
         kind = _kind(waiter)
         queue = self._queues.get(kind)
         if queue is None or waiter not in queue.arrived:

@@ -179,7 +179,6 @@ class DecisionLog:
         self._writer.put(_RECORD.dump_json(outcome), self._head)
 
     def close(self) -> None:
-        """Write what is queued, and close the file. Waits for seconds at most."""
         self._writer.close()
 
 

@@ -49,7 +49,6 @@ _SENTENCE_END = regex.compile(r"(?<=[.!?…]['\")\]*]?)\s+|(?<=[。！？])|\n+"
 
 
 def signs(text: str) -> str:
-    """Return a text with one kind of quotes and minus signs."""
     return text.translate(_SIGNS)
 
 
@@ -155,7 +154,6 @@ def same_answer(one: str, other: str, *, numbers: bool) -> bool | None:
 
 
 def _code(text: str) -> str:
-    """Return the fenced Python of a text without comments and layout."""
     block = FENCE.search(text)
     if block is None:
         raise ValueError("no code")

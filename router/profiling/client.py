@@ -27,7 +27,6 @@ TRY_LATER = {httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE}
 
 
 def first_of(errors: BaseExceptionGroup[ProfileError]) -> ProfileError:
-    """Return the first error of a group, which may hold groups."""
     first = errors.exceptions[0]
     return first_of(first) if isinstance(first, BaseExceptionGroup) else first
 

@@ -201,7 +201,6 @@ class _Run:
         return expected_s > self._plan.step_s or self._spent_s + TIMES * expected_s > until_s
 
     async def together(self) -> None:
-        """Measure the tiers while all of them have requests."""
         slowest_s = max(map(self._single_step, self._tiers)) / 1000
         length_s = max(self._plan.step_s, 8 * slowest_s * len(self._tiers))
         for batch in TOGETHER_BATCHES:

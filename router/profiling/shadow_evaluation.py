@@ -87,7 +87,6 @@ class ShadowEvaluation:
             self._samples.append(Sample(decision.query.features.prompt_class, messages, tier))
 
     async def run(self) -> None:
-        """Check samples while the engines are idle, until cancelled."""
         while True:
             await self._client.until_quiet()
             if self._samples:

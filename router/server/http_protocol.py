@@ -98,7 +98,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _stalled: asyncio.TimerHandle | None = None  # for what it must read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept a connection; drop it if there are far too many."""
         super().connection_made(transport)
         self.pipeline = cast("deque[tuple[RequestResponseCycle, ASGI3Application]]", _Line())
         beyond = len(self.connections) - self.bounds.max_connections
@@ -205,7 +204,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._settle()
 
     def on_response_complete(self) -> None:
-        """Continue with the next request, unless the connection ends."""
         if self._leaving:
             self.server_state.total_requests += 1
             return
@@ -246,7 +244,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return True
 
     def _expect(self) -> None:
-        """Set the deadline of the part that the client sends, unless it is set."""
         if self._deadline is None:
             limit_s = self.bounds.body_timeout_s if self._in_body else self.bounds.header_timeout_s
             self._deadline = self.loop.call_later(limit_s, self._too_late)

@@ -37,7 +37,6 @@ def hand_back() -> None:
 
 
 async def keep_handing_back() -> None:
-    """Return free memory every minute, in a thread, until cancelled."""
     while _malloc_trim() is not None:
         await asyncio.sleep(EVERY_S)
         await asyncio.to_thread(hand_back)

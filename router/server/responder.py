@@ -60,7 +60,6 @@ class Responder:
 
     @property
     def disconnected(self) -> bool:
-        """Tell whether the client has left before it had the whole answer."""
         return self.cycle.disconnected
 
     def cancel_on_disconnect(self, task: asyncio.Task[Any] | None) -> None:
@@ -139,7 +138,6 @@ class Responder:
         await self.send({"type": "http.response.body", "body": b"", "more_body": True})
 
     async def end(self, events: Sequence[bytes]) -> None:
-        """Send the last events of a stream that has begun."""
         await self.send({"type": "http.response.body", "body": b"".join(events), "more_body": False})
         self.complete = True
 

@@ -86,7 +86,6 @@ class Connection(asyncio.Protocol):
 
     @property
     def heard(self) -> bool:
-        """Tell whether anything of an answer has come since the last request."""
         return bool(self.status or self._head_bytes)
 
     def send(self, message: bytes, *, head_only: bool, limit_s: float | None = None) -> None:
@@ -144,7 +143,6 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     async def wait(self) -> None:
-        """Wait until something has come, or no more comes."""
         loop = asyncio.get_running_loop()
         self.waiter = loop.create_future()
         if (limit_s := self.read_timeout_s) is not None:
@@ -173,7 +171,6 @@ class Connection(asyncio.Protocol):
             self.waiter.set_result(None)
 
     def raise_fault(self) -> None:
-        """Raise why no more comes."""
         fault, self.fault = self.fault, httpx.ReadError("the connection had failed before")
         try:
             assert fault is not None
@@ -291,7 +288,6 @@ class Connection(asyncio.Protocol):
             self.buffered += len(body)
 
     def on_message_complete(self) -> None:
-        """Note the end of an answer, or of an informational one."""
         if self._informational:
             self._informational = False
         elif not self.complete:
@@ -317,7 +313,6 @@ class Body(httpx.AsyncByteStream):
         return self
 
     def limit_reads(self, limit_s: float) -> None:
-        """Let each further read wait so long at most."""
         connection = self._connection
         if connection is not None:
             connection.read_timeout_s, connection.from_sending = limit_s, False
@@ -405,7 +400,6 @@ class EngineTransport(httpx.AsyncBaseTransport):
 
     @property
     def active(self) -> int:
-        """Return the connections on which an answer is coming."""
         return sum(connection.state is ConnectionState.ACTIVE for connection in self._active)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:

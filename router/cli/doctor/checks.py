@@ -287,7 +287,6 @@ def _running_ports(context: CheckContext) -> set[int]:
 
 
 def holder(port: int) -> str:
-    """Return which process listens on a port, as far as this user may know."""
     with contextlib.suppress(psutil.Error, OSError):
         if process := _listener(port):
             script = next((Path(part).name for part in process.cmdline()[1:2] if part.endswith(".py")), "")
