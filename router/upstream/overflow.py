@@ -12,12 +12,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+import msgspec
+from msgspec import Meta, Struct
 from pydantic_core import to_json
-from typing_extensions import TypedDict
 
 from router.telemetry.record import Hop
 from router.telemetry.tracing import Telemetry
@@ -32,10 +32,10 @@ from router.upstream.engine_stream import (
     OverflowServer,
     end_hop,
 )
-from router.upstream.errors import EngineRefusedError, NoSlotError, UpstreamError, without_trace
+from router.upstream.errors import EngineBrokeError, EngineRefusedError, NoSlotError, UpstreamError, without_trace
 from router.upstream.json_object import JsonObject
 from router.upstream.settings import OverflowSettings, UpstreamSettings
-from router.upstream.sse import COMPLETION_FORMAT, WholeAnswer
+from router.upstream.sse import COMPLETION_FORMAT, WholeAnswer, decoded
 from router.upstream.transport import EngineTransport
 from tiers.breaker import Breaker
 from tiers.spec import OVERFLOW, TierName, TierSpec
@@ -128,39 +128,35 @@ class PausedError(UpstreamError):
     """The overflow has failed lately, and gets no requests for a while."""
 
 
-class _Message(TypedDict, total=False):
-    content: str | None
+class _Message(Struct):
+    content: str | None = None
 
 
-@with_config(ConfigDict(extra="ignore", cache_strings="keys", hide_input_in_errors=True))
-class _Choice(TypedDict, total=False):
-    finish_reason: str | None
-    message: _Message
-    text: str
+class _Choice(Struct):
+    finish_reason: str | None = None
+    message: _Message | None = None
+    text: str | None = None
 
 
-@with_config(ConfigDict(extra="ignore", cache_strings="keys", hide_input_in_errors=True))
-class _Whole(TypedDict, total=False):
-    choices: list[_Choice]
-    usage: dict[str, Any] | None
+class _Whole(Struct):
+    choices: Annotated[list[_Choice], Meta(min_length=1)]
+    usage: dict[str, Any] | None = None
 
 
-_WHOLE: TypeAdapter[Any] = TypeAdapter(_Whole)
+_WHOLE = msgspec.json.Decoder(_Whole)
 
 
 def read_whole(content: bytes) -> WholeAnswer | None:
     """Read an answer that is not streamed, with or without token counts; None where it is no completion."""
     try:
-        answer = _WHOLE.validate_json(content)
-    except ValidationError:  # its own text quotes the answer
+        answer = decoded(_WHOLE, content)
+    except EngineBrokeError:
         return None
-    choices = answer.get("choices")
-    if not choices or not all("message" in choice or "text" in choice for choice in choices):
+    usage = answer.usage or {}
+    counted = all(isinstance(usage.get(name, 0), int) for name in ("prompt_tokens", "completion_tokens"))
+    if not counted or any(choice.message is None and choice.text is None for choice in answer.choices):
         return None
-    usage = answer.get("usage") or {}
-    if not all(isinstance(usage.get(name, 0), int) for name in ("prompt_tokens", "completion_tokens")):
-        return None
-    return choices[0].get("finish_reason"), usage
+    return answer.choices[0].finish_reason, usage
 
 
 _FORMAT = replace(COMPLETION_FORMAT, read_whole=read_whole)
@@ -173,8 +169,8 @@ class _WholeAnswer(BufferedAnswer):
         if usage:
             super()._note_usage(usage)
             return
-        choices = _WHOLE.validate_json(self.content)["choices"]
-        texts = ((c.get("message") or {}).get("content") or c.get("text") or "" for c in choices)
+        choices = _WHOLE.decode(self.content).choices
+        texts = ((choice.message and choice.message.content) or choice.text or "" for choice in choices)
         self.output_tokens = sum(-(-len(text) // CHARACTERS_PER_TOKEN) for text in texts)
 
 
