@@ -35,14 +35,10 @@ CREATE TABLE IF NOT EXISTS usage (
 
 
 class Database:
-    """The file; opened, and made if it is missing, when it is first used.
-
-    Attributes:
-        fault: Why the last change failed; empty: it did not.
-    """
+    """The file; opened, and made if it is missing, when it is first used."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.fault = path, ""
+        self.path, self.fault = path, ""  # why the last change failed; empty: it did not
         self._connection: sqlite3.Connection | None = None
         self._lock: int | None = None
         self._thread: ThreadPoolExecutor | None = None

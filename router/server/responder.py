@@ -25,11 +25,8 @@ _NO_BODY = {204, 304}
 class Responder:
     """One request's answer: how far it is, and what the application sends as HTTP/1.1.
 
-    Attributes:
-        cycle: uvicorn's state of the request, kept up to date.
-        status: The one sent; 499 if the client went away before.
-        begun: Whether its head was sent; ``early``: before it was known who answers; ``complete``: all of it.
-        streams: Whether it is a stream of events.
+    ``cycle`` is uvicorn's state of the request, kept up to date. The head was sent if it has ``begun``, before it was known
+    who answers if ``early``.
     """
 
     __slots__ = (

@@ -81,11 +81,7 @@ class RetryBudget:
 
 
 class Upstream:
-    """Opens answers on the fleet's replicas.
-
-    Attributes:
-        retries: Further attempts before the first byte, by the tier that they went to.
-    """
+    """Opens answers on the fleet's replicas."""
 
     def __init__(
         self,
@@ -100,7 +96,7 @@ class Upstream:
         self._passing_transport = EngineTransport()
         self._passing: WeakValueDictionary[tuple[Pool, str], asyncio.Semaphore] = WeakValueDictionary()
         self._policy, self._id, self._numbers = policy, token_hex(4), count()
-        self.retries: Counter[TierName] = Counter()
+        self.retries: Counter[TierName] = Counter()  # before the first byte, by the tier that they went to
         self.use(options)
 
     def use(self, options: UpstreamSettings) -> None:

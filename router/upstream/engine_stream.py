@@ -82,14 +82,8 @@ class Attempt:
 class EngineAnswer(ABC):
     """A request that an engine answers: its lease, its span, its times and its usage. Close it, however it ends.
 
-    Attributes:
-        tier: That began the answer, with ``replica_id`` of its replicas, which serves ``spec``.
-        sent_at: When the request was first sent, to whichever replica, by the monotonic clock in seconds.
-        overflow: Name of the server outside of the fleet that answers; None: a tier does.
-        parts: What other engines computed of it, in order.
-        output_tokens: Produced so far: the engine's count, or until that comes what its chunks tell.
-        predicted_cached_tokens: Of its prompt, which the replica was expected to hold; None: not known.
-        cached_tokens: Of its prompt, found in the prefix cache; None: the engine did not report them.
+    ``tier`` and its replica ``replica_id`` began the answer. ``predicted_cached_tokens`` of the prompt that replica was
+    expected to hold; None: not known.
     """
 
     def __init__(self, attempt: Attempt) -> None:
@@ -99,13 +93,15 @@ class EngineAnswer(ABC):
         self.predicted_cached_tokens = None if lease.sent is None else lease.sent.cached
         self.ttft_ms: float | None = None
         self.usage: dict[str, int] = {}
-        self.cached_tokens: int | None = None
+        self.cached_tokens: int | None = (
+            None  # of the prompt, in the prefix cache, as the engine reports; None: it did not
+        )
         self.finish_reason: str | None = None
         self.error: UpstreamError | None = None
-        self.overflow: str | None = None
-        self.parts: list[EngineStream] = []
+        self.overflow: str | None = None  # name of the server outside of the fleet that answers; None: a tier does
+        self.parts: list[EngineStream] = []  # what other engines computed of it, in order
         self.complete = False
-        self.output_tokens = 0
+        self.output_tokens = 0  # the engine's count, or until that comes what its chunks tell
         self._attempt, self._body = attempt, cast("Body", attempt.response.stream)
         self._first_at = self._last_at = 0.0
         self._closed = False
@@ -172,20 +168,15 @@ class EngineAnswer(ABC):
 
 
 class EngineStream(EngineAnswer):
-    """A streamed answer. Its chunks up to the first token are here once it has begun, the rest can be relayed.
-
-    Attributes:
-        progress: What its caller has of it, where another engine could go on from there; None: none may.
-        continuation: Continues it elsewhere, where that may be; set before it is relayed.
-        failed_over: Whether the first engine did not end the answer.
-    """
+    """A streamed answer. Its chunks up to the first token are here once it has begun, the rest can be relayed."""
 
     def __init__(self, attempt: Attempt, request: EngineRequest) -> None:
         super().__init__(attempt)
         resumption = request.resumption
+        # What the caller has, where another engine could go on from there; and what lets one, set before it is relayed.
         self.progress = Progress(resumption.held_back) if resumption is not None else None
         self.continuation: Callable[[EngineStream, EngineBrokeError, Feed, Drain], Awaitable[None]] | None = None
-        self.failed_over = False
+        self.failed_over = False  # the first engine did not end the answer
         self._wants_usage = request.wants_usage
         self._parser = EventParser(request.answers)
         self._held: list[Chunk] = []  # nobody has taken them yet

@@ -165,12 +165,7 @@ COMPLETION_FORMAT = AnswerFormat(parse_event, read_completion, re.compile(rb"dat
 
 
 class EventParser:
-    """Takes an engine's stream in parts, cut anywhere, and gives its events up to the last one.
-
-    Attributes:
-        over: Whether the last event has come.
-        ended: Whether no further part is read: the last event has come, or a fault.
-    """
+    """Takes an engine's stream in parts, cut anywhere, and gives its events up to the last one."""
 
     __slots__ = ("_buffer", "_cut", "_done", "_fault", "_read", "_usual", "ended", "over")
 
@@ -178,7 +173,8 @@ class EventParser:
         self._usual, self._read, self._done = answers.usual, answers.read_event, answers.done
         self._buffer = bytearray()
         self._cut = False  # the last part ended between a carriage return and its line feed
-        self.over = self.ended = False
+        self.over = False  # whether the last event has come
+        self.ended = False  # whether no further part is read: the last event has come, or a fault
         self._fault: EngineBrokeError | None = None
 
     def feed(self, data: bytes) -> list[Chunk]:  # noqa: C901  once a token: calls would cost more than this
