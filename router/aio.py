@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -21,7 +19,6 @@ class Signal:
         self._waiters: list[asyncio.Future[None]] | None = None
 
     def set(self) -> None:
-        """Release all waiters, and those that come before the next ``clear``."""
         self._set = True
         for waiter in self._waiters or ():
             if not waiter.done():
@@ -42,14 +39,10 @@ class Signal:
 
 
 class Finishing:
-    """Work that is finished even if whoever waits for it is cancelled.
-
-    Attributes:
-        tasks: Those that go on.
-    """
+    """Work that is finished even if whoever waits for it is cancelled."""
 
     def __init__(self) -> None:
-        self.tasks: set[asyncio.Task[Any]] = set()
+        self.tasks: set[asyncio.Task[Any]] = set()  # those that go on
 
     async def finish(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.shield(self._start(work))

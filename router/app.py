@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
-from classifier import load_second_look
+from classifier import TokenCounter, load_second_look
 from router.accounting.charging import Charging
 from router.accounting.database import Database
 from router.accounting.ledgers import ledger_of
@@ -25,15 +28,15 @@ from router.api.admin import Admin, reload_route
 from router.api.asgi import ClientGoneError
 from router.api.bodies import Rules
 from router.api.endpoint import Answering, Service
-from router.api.generate import GENERATE, DecisionAlone
-from router.api.models import ModelEndpoints, Models
+from router.api.generate import GENERATE, decision_alone
+from router.api.models import Models
 from router.api.named_events import NAMED_EVENT_ENDPOINTS, stored_response
 from router.api.openai import COMPLETION_ENDPOINTS
-from router.api.passthrough import Embeddings, Passthrough, Tokens
+from router.api.passthrough import Passthrough
 from router.api.paths import COUNT_TOKENS, EMBEDDINGS, PAGE, RESPONSES
 from router.api.problems import PROBLEMS, response_to
 from router.api.resumable import ResumableStreams
-from router.auth.access import open_access
+from router.auth.access import KeyStore, open_access
 from router.auth.api_keys import KeysError
 from router.auth.network import is_loopback
 from router.auth.quota import Quotas
@@ -55,30 +58,19 @@ from router.policy.table import PolicyStore
 from router.profiling.auto_profile import AutoProfile
 from router.profiling.prompt_samples import PromptSamples
 from router.profiling.shadow_evaluation import ShadowEvaluation
-from router.reload import ReloadError
+from router.reload import ReloadError, Reloads
 from router.server.memory import keep_handing_back
 from router.server.tls import Tls, TlsError, load_pair
+from router.settings import Settings
 from router.telemetry.logs import Logging
 from router.telemetry.record import log_outcome
+from router.telemetry.tracing import Telemetry
 from router.upstream.client import Upstream
 from router.upstream.overflow import OverflowClient
 from router.upstream.transport import EngineTransport
 from tiers.background import lasting
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from starlette.requests import Request
-    from starlette.responses import Response
-    from starlette.types import ASGIApp
-
-    from classifier import TokenCounter
-    from router.auth.access import KeyStore
-    from router.reload import Reloads
-    from router.settings import Settings
-    from router.telemetry.tracing import Telemetry
-    from tiers.fleet import Fleet
-    from tiers.lifecycle.operations import Operations
+from tiers.fleet import Fleet
+from tiers.lifecycle.operations import Operations
 
 DECISION_LOG_BYTES = 100 << 20  # of that file, until it is rotated
 LEAST_REQUESTS = 64  # that engines may have at once, however few they are
@@ -87,12 +79,7 @@ LEAST_REQUESTS = 64  # that engines may have at once, however few they are
 class App:
     """The router: its parts, wired once; new settings replace those that settings make.
 
-    Without ``operations`` and ``reloads`` operators can do none of them.
-
-    Attributes:
-        asgi: What the server calls.
-        state: Whether requests are taken, and how far they are.
-        tls: None: plain HTTP is served.
+    Without ``operations`` and ``reloads`` operators can do none of them. Without ``tls`` plain HTTP is served.
     """
 
     def __init__(
@@ -153,6 +140,7 @@ class App:
             registry.observers.append(partial(log_outcome, decisions))
         if kept.sampled_prompts is not None and kept.prompt_share:
             samples = PromptSamples(kept.sampled_prompts, kept.prompt_share)
+        self._samples = samples
         reservations = Reservations(ledger_of(settings, self._database), settings.budgets)
         attempts, max_tokens = settings.upstream.attempts, settings.limits.default_max_tokens
         return Pipeline(
@@ -168,7 +156,7 @@ class App:
             registry=registry,
             decisions=decisions,
             telemetry=telemetry,
-            prompt_observer=samples,
+            prompt_observer=None if samples is None else samples.offer,
             answer_observer=None,
         )
 
@@ -196,29 +184,26 @@ class App:
         """Return the application, what requests reach without it, and local names, as ``RequestMiddleware`` takes them."""
         attempts, max_tokens = settings.upstream.attempts, settings.limits.default_max_tokens
         failover = replace(self.pipeline.failover, attempts=attempts, default_max_tokens=max_tokens)
-        observer = self._evaluation if settings.policy.live_check_share else None
+        observer = self._evaluation.offer if settings.policy.live_check_share else None
         pipeline, rules = replace(self.pipeline, failover=failover, answer_observer=observer), Rules.of(settings)
         service = Service(pipeline, settings, rules, self._streams)
         answering = (GENERATE, *COMPLETION_ENDPOINTS, *NAMED_EVENT_ENDPOINTS)
         direct: dict[str, ASGIApp] = {each.path: Answering(each, service) for each in answering}
-        models = Models(pipeline.fleet, settings.openai, self._about["model"], int(time.time()))
+        waiting, model = pipeline.admission.waiting_for, self._about["model"]
+        models = Models(pipeline.fleet, settings.openai, model, int(time.time()), waiting)
         small = Passthrough(self._upstream, pipeline.quotas, pipeline.fleet, settings)
-        listed = ModelEndpoints(models, pipeline.admission.waiting_for)
         admin = Admin(self._operations, self._keys, rules).routes() if self._operations is not None else []
         routes = [
             Route(PAGE, Page(settings.server, self._keys).answer),
             *(Route(path, served, methods=["POST"]) for path, served in direct.items()),
-            Route("/route", DecisionAlone(service), methods=["POST"]),
-            Route(EMBEDDINGS, Embeddings(small), methods=["POST"]),
-            Route("/v1/models", models, methods=["GET"]),
-            Route("/v1/models/{id:path}/endpoints", listed, methods=["GET"]),
-            Route("/v1/models/{id:path}", models, methods=["GET"]),
+            Route("/route", partial(decision_alone, service), methods=["POST"]),
+            Route(EMBEDDINGS, small.embeddings, methods=["POST"]),
+            Route("/v1/models", models.answer),
+            Route("/v1/models/{id:path}/endpoints", models.endpoints),
+            Route("/v1/models/{id:path}", models.answer),
             Route(f"{RESPONSES}/{{id}}", stored_response, methods=["GET", "DELETE"]),
             Route(f"{RESPONSES}/{{id}}/cancel", stored_response, methods=["POST"]),
-            *(
-                Route(path, Tokens(small, path), methods=["POST"])
-                for path in ("/tokenize", "/detokenize", COUNT_TOKENS)
-            ),
+            *(Route(path, small.tokens, methods=["POST"]) for path in ("/tokenize", "/detokenize", COUNT_TOKENS)),
             *self._routes,
             *admin,
         ]
@@ -230,8 +215,7 @@ class App:
     def prepare(self, settings: Settings) -> Callable[[], None]:
         """Check new settings; return what makes the router take them, without disturbing open requests.
 
-        Raises:
-            ReloadError: A running router cannot take them.
+        ``ReloadError``: a running router cannot take them.
         """
         tls = self.tls
         if (tls is None) != (settings.tls.certificate is None):
@@ -287,7 +271,7 @@ class App:
             self._upstream, pipeline.overflow.client,
         ):  # fmt: skip
             await part.aclose()
-        for writer in (pipeline.decisions, pipeline.prompt_observer):
+        for writer in (pipeline.decisions, self._samples):
             if writer is not None:
                 await asyncio.to_thread(writer.close)
 

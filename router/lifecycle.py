@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import asyncio
 
 
 class ServerPhase(Enum):
@@ -20,16 +17,11 @@ class ServerPhase(Enum):
 
 @dataclass(slots=True)
 class ServerState:
-    """Whether one router takes requests, and which are active.
-
-    Attributes:
-        active_requests: The tasks that answer requests.
-        deadline_passed: Whether the time to finish them is over.
-    """
+    """Whether one router takes requests, and which are active."""
 
     state: ServerPhase = ServerPhase.OPEN
-    active_requests: set[asyncio.Task[None]] = field(default_factory=set)
-    deadline_passed: bool = False
+    active_requests: set[asyncio.Task[None]] = field(default_factory=set)  # the tasks that answer requests
+    deadline_passed: bool = False  # whether the time to finish them is over
 
     @property
     def open(self) -> bool:

@@ -11,15 +11,13 @@ import stat
 import sys
 import time
 from contextlib import suppress
+from io import TextIOWrapper
 from logging.handlers import QueueListener, RotatingFileHandler
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tiers.private_files import OWNER_ONLY, make_private_folder, open_private
-
-if TYPE_CHECKING:
-    from io import TextIOWrapper
 
 log = logging.getLogger(f"qarr.{__name__}")
 CALM_S = 10.0  # without a lost line, until a file counts as mended: a disk that is nearly full takes some lines
@@ -29,13 +27,9 @@ LAST_LINES_S = 2.0  # longest time for writing what is queued at the end
 
 
 class Losses(logging.Handler):
-    """A handler that counts the lines that it could not write. Named before the handler that writes.
+    """A handler that counts the lines that it could not write. Named before the handler that writes."""
 
-    Attributes:
-        what: Loses lines; the subject of the sentences logged.
-    """
-
-    what: str
+    what: str  # loses lines; the subject of the sentences logged
     _lost, _last = 0, 0.0
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802  the library's name
@@ -56,25 +50,14 @@ class Losses(logging.Handler):
 
 
 class PrivateFile(Losses, RotatingFileHandler):
-    """A rotated file that only its owner may read.
+    """A rotated file that only its owner may read; ``OSError`` if it cannot be opened.
 
     It is opened again if it was moved away or removed, as by another router on the same port during a takeover. What is no
-    regular file is never rotated.
-
-    Args:
-        path: The file.
-        max_bytes: Size at which it is renamed; 0: never.
-        kept: Number of old files that are kept.
-        what: Names it in the log.
-        delay: Open it with the first line: opening some files waits.
+    regular file is never rotated, nor is any if ``max_bytes`` is 0. With ``delay`` it is opened with the first line, since
+    opening some files waits. ``what`` names it in the log.
     """
 
     def __init__(self, path: Path, max_bytes: int, kept: int, what: str, *, delay: bool = False) -> None:
-        """Open the file.
-
-        Raises:
-            OSError: It cannot be opened.
-        """
         self.what, self._path = f"{what} {path}", path
         super().__init__(
             path, maxBytes=max_bytes, backupCount=kept, encoding="utf-8", errors="backslashreplace", delay=delay

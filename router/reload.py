@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
 
-from router.settings import Settings, changes
+from router.settings import Change, Settings, changes
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from router.settings import Change
-
-    Commit = Callable[[], Awaitable[None]]
-    Prepare = Callable[[Settings], Awaitable[Commit]]
+Commit = Callable[[], Awaitable[None]]
+Prepare = Callable[[Settings], Awaitable[Commit]]
 
 log = logging.getLogger(f"qarr.{__name__}")
 
@@ -46,8 +41,7 @@ class Reloads:
     async def reload(self) -> tuple[Change, ...]:
         """Read the settings, have all parts take them, and return what has changed.
 
-        Raises:
-            ReloadError: They are not valid, need a restart, or a part cannot take them: nothing has changed.
+        ``ReloadError``: they are not valid, need a restart, or a part cannot take them: nothing has changed.
         """
         async with self._lock:
             try:
@@ -83,11 +77,7 @@ class Reloads:
 
 
 def check_reloads(found: tuple[Change, ...]) -> None:
-    """Check that a running router can take over changes.
-
-    Raises:
-        ReloadError: One needs a restart.
-    """
+    """Raise ``ReloadError`` if a change needs a restart."""
     fixed = [str(change) for change in found if not change.reloads]
     if fixed:
         raise ReloadError(

@@ -10,15 +10,10 @@ from typing import Any, NamedTuple
 
 
 class Removed(NamedTuple):
-    """A setting, or all settings of a section, that is gone.
+    """A setting, or all settings of a section, that is gone."""
 
-    Attributes:
-        instead: What to do now: the end of a sentence that begins with the setting's name.
-        refused: Whether the router refuses to start with it; otherwise it is ignored with a warning.
-    """
-
-    instead: str
-    refused: bool
+    instead: str  # what to do now: the end of a sentence that begins with the setting's name
+    refused: bool  # whether the router refuses to start with it; otherwise it is ignored with a warning
 
 
 MIRROR = "mirror traffic with the proxy in front: Envoy's request_mirror_policies, nginx's mirror (docs/operations.md)"

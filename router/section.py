@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -61,13 +62,10 @@ class AllBut(frozenset[str]):
 
 
 class Section(BaseModel):
-    """A part of the settings, beside the code that reads it: unknown keys are errors, values do not change.
-
-    Attributes:
-        reloads: Settings that a running router takes over when it reads its settings again; others need a restart.
-    """
+    """A part of the settings, beside the code that reads it: unknown keys are errors, values do not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    # settings that a running router takes over when it reads its settings again; others need a restart
     reloads: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, reloads: frozenset[str] | None = None, **options: Any) -> None:
@@ -79,11 +77,12 @@ class Section(BaseModel):
 T = TypeVar("T")
 
 
-def different(numbers: tuple[T, ...]) -> tuple[T, ...]:
-    for number in numbers:
-        if numbers.count(number) > 1:
-            raise ValueError(f"{number} is named more than once")
-    return numbers
+def different(values: tuple[T, ...], key: Callable[[T], object] = lambda value: value) -> tuple[T, ...]:
+    known = [key(value) for value in values]
+    for value, same in zip(values, known, strict=True):
+        if known.count(same) > 1:
+            raise ValueError(f"{value} is named more than once")
+    return values
 
 
 def _engine_address(url: str) -> str:
@@ -94,11 +93,7 @@ def _engine_address(url: str) -> str:
 
 def once(urls: tuple[str, ...]) -> tuple[str, ...]:
     """Check that no engine is named twice: its load would be counted twice."""
-    known = [normalised(url) for url in urls]
-    for url, same in zip(urls, known, strict=True):
-        if known.count(same) > 1:
-            raise ValueError(f"{url} is named more than once")
-    return urls
+    return different(urls, normalised)
 
 
 def header_value(key: str) -> str:

@@ -10,11 +10,13 @@ import logging
 import os
 import re
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 from pydantic_settings import BaseSettings, EnvSettingsSource
 
@@ -42,11 +44,6 @@ from router.server.settings import ServerSettings, TlsSettings
 from router.telemetry.settings import TelemetrySettings
 from router.upstream.settings import OverflowSettings, UpstreamSettings
 from tiers.spec import OVERFLOW, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from pydantic.fields import FieldInfo
 
 PREFIX = "QARR_"
 PLAIN_VARIABLES = {"QARR_CONFIG", "QARR_CACHE_DIR", "QARR_KEY", "QARR_URL"}  # with the prefix, but no settings
@@ -117,14 +114,10 @@ class Settings(Section):
 
 
 def load_settings(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Settings:
-    """Read the settings.
+    """Read the settings: a TOML file (None: that of ``QARR_CONFIG``, if set), the environment, the command line.
 
-    Args:
-        path: TOML file; None: that of ``QARR_CONFIG``, if set.
-        overrides: Values from the command line, as a nested dictionary; ``None`` values are not set.
-
-    Raises:
-        SettingsError: A key is unknown, a value is not allowed, or the file cannot be read.
+    ``overrides`` is a nested dictionary; values that are None are not set. ``SettingsError``: a key is unknown, a value is
+    not allowed, or the file cannot be read.
     """
     _check_variables()
     named = path or os.environ.get("QARR_CONFIG")
@@ -215,16 +208,12 @@ def leaves(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A setting with another value; values are shown as text, without what is secret.
-
-    Attributes:
-        reloads: Whether a running router takes it over.
-    """
+    """A setting with another value; values are shown as text, without what is secret."""
 
     key: str
     before: str
     after: str
-    reloads: bool
+    reloads: bool  # whether a running router takes it over
 
     def __str__(self) -> str:
         return f"{self.key}: {self.before} -> {self.after}"

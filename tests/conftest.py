@@ -8,17 +8,14 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.ports import reserved_ports
 from tests.unit.made_configs import made_hub
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.fixture

@@ -33,23 +33,16 @@ Used = dict[tuple[str, str], Cost]  # by account id and period: spent and reserv
 
 
 class Hold(NamedTuple):
-    """What an open request reserves.
-
-    Attributes:
-        accounts: Those that it counts against.
-        periods: In which it began, and counts.
-        times: So many times their limits bound it.
-    """
+    """What an open request reserves."""
 
     id: str
-    accounts: tuple[Account, ...]
-    periods: Periods
+    accounts: tuple[Account, ...]  # those that it counts against
+    periods: Periods  # in which it began, and counts
     reserved: Cost
-    times: int = 1
+    times: int = 1  # so many times their limits bound it
 
     @property
     def places(self) -> list[tuple[str, str]]:
-        """Where it counts: accounts' ids and periods."""
         return [(account.id, period) for account in self.accounts for period in self.periods]
 
     def broken(self, used: Used) -> tuple[Account, Limit] | None:
@@ -63,26 +56,16 @@ class Hold(NamedTuple):
 
 
 class Reserved(NamedTuple):
-    """The answer to a request for a hold.
+    """The answer to a request for a hold."""
 
-    Attributes:
-        used: Before the request, of its accounts and periods.
-        denied: The limit that it would break; None: it holds what it asked for.
-    """
-
-    used: Used
-    denied: tuple[Account, Limit] | None
+    used: Used  # before the request, of its accounts and periods
+    denied: tuple[Account, Limit] | None  # the limit that it would break; None: it holds what it asked for
 
 
 class OverBudgetError(Exception):
-    """A budget is used up.
+    """A budget is used up: ``used`` millionths of it, with what is reserved.
 
-    Attributes:
-        account: Whose it is.
-        limit: Which of its budgets.
-        used: Millionths used and reserved.
-        renews: When it begins anew.
-        retry_after_s: Seconds until then; None: the request alone is larger than the budget.
+    ``retry_after_s`` None: the request alone is larger than the budget.
     """
 
     def __init__(self, hold: Hold, taken: Reserved, at: float, currency: str) -> None:

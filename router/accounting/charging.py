@@ -7,25 +7,20 @@ whole request, so that it never costs more than was predicted for as many tokens
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from router.accounting.budgets import OverBudgetError
+from router.accounting.reservations import Reservation, Reservations
+from router.auth.api_keys import Caller
 from router.policy.decide import decide
-from router.policy.decision import Rate, Refusal
+from router.policy.decision import Decision, Query, Rate, Refusal
+from router.policy.table import PolicyStore
+from router.settings import Settings
 from router.telemetry.record import Cost, TierUsage
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from router.accounting.reservations import Reservation, Reservations
-    from router.auth.api_keys import Caller
-    from router.policy.decision import Decision, Query
-    from router.policy.table import PolicyStore
-    from router.settings import Settings
-    from router.upstream.engine_stream import EngineAnswer
-    from tiers.fleet import Fleet
-    from tiers.spec import TierName, TierSpec
+from router.upstream.engine_stream import EngineAnswer
+from tiers.fleet import Fleet
+from tiers.spec import TierName, TierSpec
 
 HOUR_S = 3600
 HARD_STOP = 2  # times the budget, that the cheapest tier may go up to
@@ -35,17 +30,11 @@ OVER_BUDGET_HEADER = "x-qarr-over-budget"
 
 @dataclass(frozen=True, slots=True)
 class Pricing:
-    """What tiers cost beside one another.
+    """What tiers cost beside one another."""
 
-    Attributes:
-        weights: A second of a tier's replica, in seconds of a replica of the highest tier.
-        highest: The highest tier that has engines.
-        replica_hour: Price of an hour of one replica of that tier; 0: none is known.
-    """
-
-    weights: Mapping[TierName, float]
-    highest: TierName
-    replica_hour: float = 0.0
+    weights: Mapping[TierName, float]  # a second of a tier's replica, in seconds of a replica of the highest tier
+    highest: TierName  # the highest tier that has engines
+    replica_hour: float = 0.0  # price of an hour of one replica of that tier; 0: none is known
 
     def cost(self, decision: Decision, usage: Iterable[TierUsage]) -> Cost:
         """Return what a request costs, at the rates of its decision."""
@@ -63,12 +52,10 @@ class Pricing:
 
 
 def pricing_of(specs: Sequence[TierSpec], prices: Mapping[TierName, float], replica_hour: float | None) -> Pricing:
-    """Return the pricing of a fleet.
+    """Return the pricing of a fleet, whose tiers come by rising precision.
 
-    Args:
-        specs: Of its tiers, by rising precision.
-        prices: Weights of an engine-second (``policy.prices``); without any, replicas are weighed by their GPUs.
-        replica_hour: Price of an hour of one replica of the highest tier; None: none is known.
+    ``prices`` are weights of an engine-second (``policy.prices``); without any, replicas are weighed by their GPUs.
+    ``replica_hour`` is the price of an hour of one replica of the highest tier; None: none is known.
     """
     highest = next((spec for spec in reversed(specs) if not spec.absent), specs[-1])
     raw = {spec.name: prices.get(spec.name, 1.0) if prices else float(spec.world_size) for spec in specs}
@@ -78,16 +65,12 @@ def pricing_of(specs: Sequence[TierSpec], prices: Mapping[TierName, float], repl
 
 @dataclass(slots=True)
 class Charging:
-    """Reserves what requests may cost.
-
-    Attributes:
-        prices: Weights of an engine-second (``policy.prices``).
-    """
+    """Reserves what requests may cost."""
 
     reservations: Reservations
     fleet: Fleet
     policy: PolicyStore
-    prices: Mapping[TierName, float]
+    prices: Mapping[TierName, float]  # weights of an engine-second (``policy.prices``)
     _made: tuple[tuple[object, ...], Pricing] | None = field(default=None, init=False)
 
     def use(self, settings: Settings) -> None:
@@ -144,7 +127,6 @@ class Charging:
 
 
 def usage_of(decision: Decision, answer: EngineAnswer) -> tuple[TierUsage, ...]:
-    """Return what each tier computed of an answer and its continuations."""
     prompt = answer.usage.get("prompt_tokens", decision.query.tokens_to_read)
     parts = answer.parts
     done = max(answer.output_tokens - sum(part.output_tokens for part in parts), 0)

@@ -10,15 +10,13 @@ import asyncio
 import fcntl
 import os
 import sqlite3
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 from tiers.private_files import make_private_folder, open_private
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 T = TypeVar("T")
 BUSY_S = 10.0  # that a change waits for those of other processes
@@ -37,14 +35,10 @@ CREATE TABLE IF NOT EXISTS usage (
 
 
 class Database:
-    """The file; opened, and made if it is missing, when it is first used.
-
-    Attributes:
-        fault: Why the last change failed; empty: it did not.
-    """
+    """The file; opened, and made if it is missing, when it is first used."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.fault = path, ""
+        self.path, self.fault = path, ""  # why the last change failed; empty: it did not
         self._connection: sqlite3.Connection | None = None
         self._lock: int | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -52,9 +46,7 @@ class Database:
     async def change(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Return what ``work`` returns, run as one transaction in the thread; it runs even if the caller is cancelled.
 
-        Raises:
-            sqlite3.Error: The file cannot be used; nothing was changed.
-            OSError: Likewise.
+        If the file cannot be used, ``sqlite3.Error`` or ``OSError`` is raised, and nothing was changed.
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "qarr-usage")

@@ -6,23 +6,17 @@ change. A settlement may be repeated: only the first counts. A reservation ends 
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
 
-from router.accounting.budgets import Hold, Reserved, Used
-from router.auth.api_keys import Account
+from router.accounting.budgets import Hold, Periods, Reserved, Used
+from router.accounting.database import Database
+from router.auth.api_keys import Account, Span, Unit
 from router.redis_link import REDIS_TIMEOUT_S, connect
+from router.settings import Settings
 from router.telemetry.record import FREE, Cost
-
-if TYPE_CHECKING:
-    import sqlite3
-    from collections.abc import Callable, Iterable, Mapping
-
-    from router.accounting.budgets import Periods
-    from router.accounting.database import Database
-    from router.auth.api_keys import Span, Unit
-    from router.settings import Settings
 
 LEASE_S = 180.0  # after which the reservation of a dead router is free again
 SETTLED_KEPT_S = 86_400  # for which a repeated settlement is known
@@ -31,12 +25,7 @@ REDIS_CONNECTIONS = 8
 
 
 class MemoryLedger:
-    """Counts in this process, on top of what is known to be used elsewhere.
-
-    Attributes:
-        timeout_s: For which it is waited for.
-        place: Where it counts, for people.
-    """
+    """Counts in this process, on top of what is known to be used elsewhere."""
 
     timeout_s = 2.0
     place = "memory"
@@ -46,7 +35,6 @@ class MemoryLedger:
         self._holds: dict[str, Hold] = {}
 
     async def reserve(self, hold: Hold) -> Reserved:
-        """Reserve what a hold asks for if that breaks no limit."""
         used = await self.used([account.id for account in hold.accounts], hold.periods)
         denied = hold.broken(used)
         if denied is None:

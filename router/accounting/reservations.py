@@ -12,25 +12,18 @@ import logging
 import secrets
 import sqlite3
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
-from router.accounting.budgets import BudgetUnknownError, Hold, NoPriceError, OverBudgetError, periods
-from router.accounting.ledgers import MemoryLedger
+from router.accounting.budgets import BudgetUnknownError, Hold, NoPriceError, OverBudgetError, Reserved, Used, periods
+from router.accounting.ledgers import BudgetLedger, MemoryLedger
+from router.accounting.settings import BudgetSettings
 from router.aio import Finishing, end_tasks
+from router.auth.api_keys import Account
 from router.redis_link import UNAVAILABLE, outage
-from router.telemetry.record import FREE
+from router.telemetry.record import FREE, Cost
 from tiers.background import Faults
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from router.accounting.budgets import Reserved, Used
-    from router.accounting.ledgers import BudgetLedger
-    from router.accounting.settings import BudgetSettings
-    from router.auth.api_keys import Account
-    from router.telemetry.record import Cost
 
 log = logging.getLogger(f"qarr.{__name__}")
 RENEW_S = 60.0

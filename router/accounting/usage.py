@@ -10,24 +10,19 @@ import logging
 import sqlite3
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from router.accounting.budgets import periods, renews_at
-from router.auth.api_keys import MICRO
-from router.telemetry.record import TierUsage
+from router.accounting.charging import Charging
+from router.accounting.database import Database
+from router.accounting.ledgers import BudgetLedger
+from router.auth.api_keys import MICRO, Caller
+from router.telemetry.record import RequestRecord, TierUsage
 from tiers.background import Faults
 from tiers.spec import OVERFLOW
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from router.accounting.charging import Charging
-    from router.accounting.database import Database
-    from router.accounting.ledgers import BudgetLedger
-    from router.auth.api_keys import Caller
-    from router.telemetry.record import RequestRecord
 
 log = logging.getLogger(f"qarr.{__name__}")
 WRITE_S = 1.0
@@ -45,20 +40,15 @@ class Row(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Sums over requests.
-
-    Attributes:
-        engine_us: Charged, or of keys without a budget what would have been.
-        highest_engine_us: What the same tokens would have cost at the highest precision; likewise the last one.
-    """
+    """Sums over requests."""
 
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    engine_us: int = 0
+    engine_us: int = 0  # charged, or of keys without a budget what would have been
     money_u: int = 0
-    highest_engine_us: int = 0
+    highest_engine_us: int = 0  # what the same tokens would have cost at the highest precision; likewise the last one
     highest_money_u: int = 0
 
     def plus(self, other: Use) -> Use:
@@ -66,16 +56,7 @@ class Use(NamedTuple):
 
 
 class UsageLog:
-    """Counts the requests of keys, and writes what they used.
-
-    Attributes:
-        observers: Called with each request's row and use, on the event loop.
-
-    Args:
-        database: Where it is written.
-        charging: What requests cost.
-        now: The clock, in seconds since 1970.
-    """
+    """Counts the requests of keys, and writes what they used; days are read from ``now``, in seconds since 1970."""
 
     def __init__(self, database: Database, charging: Charging, now: Callable[[], float] = time.time) -> None:
         self._database, self._charging, self._now = database, charging, now
@@ -105,12 +86,7 @@ class UsageLog:
                 log.error("the last usage could not be written: %s", error)  # noqa: TRY400  the text says enough
 
     async def write(self) -> None:
-        """Write what has been counted, and once a day remove old days.
-
-        Raises:
-            OSError: The file cannot be written; nothing is lost.
-            sqlite3.Error: Likewise.
-        """
+        """Write what has been counted, and once a day remove old days. ``OSError``, ``sqlite3.Error``: it is kept."""
         await self._count()
         if not self._unwritten:
             return
@@ -213,7 +189,6 @@ async def used_budgets(ledger: BudgetLedger, callers: Sequence[Caller], at: floa
 
 
 def summed(rows: Iterable[tuple[Row, Use]]) -> dict[tuple[str, str], Use]:
-    """Return what each key has used, by its id and team."""
     sums: dict[tuple[str, str], Use] = defaultdict(Use)
     for row, use in rows:
         sums[row.key, row.team] = sums[row.key, row.team].plus(use)
@@ -221,11 +196,7 @@ def summed(rows: Iterable[tuple[Row, Use]]) -> dict[tuple[str, str], Use]:
 
 
 def day_of(text: str) -> str:
-    """Return a day in the form in which it is kept.
-
-    Raises:
-        ValueError: It is none, or has another form.
-    """
+    """Return a day in the form in which it is kept; ``ValueError``: it is none, or has another form."""
     if date.fromisoformat(text).isoformat() != text:
         raise ValueError(text)
     return text

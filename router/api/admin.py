@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from router.api.asgi import context_of, read_body
-from router.api.bodies import json_response, parse_adapter, parse_remove, parse_replica
+from router.api.bodies import (
+    REMOVE_ALLOWED,
+    AdapterBody,
+    RemoveBody,
+    Rules,
+    adapter_allowed,
+    json_response,
+    parse_replica,
+    parsed,
+)
 from router.api.problems import NotAdminError
+from router.auth.access import KeyStore
 from router.auth.network import is_loopback
+from router.reload import Reloads
+from tiers.lifecycle.adapters import AdapterResult
 from tiers.lifecycle.operations import KINDS, Kind, Operation, Operations
 from tiers.spec import Adapter
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from starlette.requests import Request
-    from starlette.responses import Response
-
-    from router.api.bodies import Rules
-    from router.auth.access import KeyStore
-    from router.reload import Reloads
-    from tiers.lifecycle.adapters import AdapterResult
 
 ALL_REPLICAS = "/admin/replicas"
 REPLICAS = ALL_REPLICAS + "/{id}"
@@ -54,7 +58,9 @@ class Admin:
     def _operate(self, kind: Kind) -> Callable[[Request], Awaitable[Response]]:
         async def operate(request: Request) -> Response:
             check_admin(request, self._keys)
-            now = kind == "remove" and parse_remove(await _read(request)).now
+            now = False
+            if kind == "remove":
+                now = parsed(RemoveBody, await _read(request) or b"{}", lambda _: REMOVE_ALLOWED).now
             return json_response(_render(self._operations.begin(kind, request.path_params["id"], now=now)), 202)
 
         return operate
@@ -77,7 +83,7 @@ class Admin:
 
     async def _load(self, request: Request) -> Response:
         check_admin(request, self._keys)
-        body = parse_adapter(await _read(request), self._rules)
+        body = parsed(AdapterBody, await _read(request), adapter_allowed, self._rules)
         adapter, tiers = Adapter(body.name, body.path), frozenset(body.tiers or self._rules.tiers)
         return json_response(_rendered(body.name, await self._operations.adapters.load(adapter, tiers)))
 
@@ -88,8 +94,6 @@ class Admin:
 
 
 def reload_route(reloads: Reloads, keys: KeyStore) -> Route:
-    """Return the route at which the router reads its settings again."""
-
     async def reload(request: Request) -> Response:
         check_admin(request, keys)
         found = await reloads.reload()
@@ -102,8 +106,7 @@ def reload_route(reloads: Reloads, keys: KeyStore) -> Route:
 def check_admin(request: Request, keys: KeyStore) -> None:
     """Accept admin keys; without keys, clients on this machine that are neither a proxy nor a web page.
 
-    Raises:
-        NotAdminError: Others.
+    Others get ``NotAdminError``.
     """
     if keys.required:
         if not context_of(request.scope).caller.admin:

@@ -6,21 +6,16 @@ import asyncio
 import gzip
 import time
 import zlib
+from collections.abc import Callable, Mapping
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
+from typing import TypeVar, TypeVarTuple
 
 import zstandard
+from starlette.types import Message, Receive, Scope
 
+from router.pipeline.request import RequestContext
 from router.server.errors import BodyTooLargeError
-from router.server.responder import HOLD, OUT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from starlette.types import Message, Receive, Scope
-
-    from router.pipeline.request import RequestContext
-    from router.server.responder import Responder
+from router.server.responder import HOLD, OUT, Responder
 
 CONTEXT = "qarr.context"  # in a scope: what ``context_of`` returns
 LARGE_BODY = 1 << 16  # bytes
@@ -51,11 +46,6 @@ class ForeignPageError(Exception):
 def context_of(scope: Scope) -> RequestContext:
     context: RequestContext = scope[CONTEXT]
     return context
-
-
-def responder_of(scope: Scope) -> Responder:
-    out: Responder = scope[OUT]
-    return out
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
@@ -160,10 +150,4 @@ def start_message(
 
 
 def body_message(data: bytes, *, more: bool) -> Message:
-    """Return the ASGI message that carries a part of a body."""
     return {"type": "http.response.body", "body": data, "more_body": more}
-
-
-async def no_body() -> Any:
-    """Stand for a body that is read already."""
-    return {"type": "http.request", "body": b"", "more_body": False}

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from pydantic_core import from_json, to_json
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import ErrorDetails, from_json, to_json
 from starlette.responses import Response
 
 from router.api.settings import LimitSettings, TierPolicy
 from router.pipeline.request import NO_BOUNDS, RoutingOptions, Truncate
 from router.policy.decision import Priority, Sla, Sort
-from router.section import AdapterName, EngineAddress  # noqa: TC001  pydantic reads them
+from router.section import AdapterName, EngineAddress
+from router.settings import Settings
+from tiers.preparing import Preparing
 from tiers.quantization import QUANTIZATIONS, Quantization
+from tiers.snapshot import FleetSnapshot, ReplicaState
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-
-    from pydantic import ValidationInfo
-    from pydantic_core import ErrorDetails
-
-    from router.settings import Settings
-    from tiers.preparing import Preparing
-    from tiers.snapshot import FleetSnapshot, ReplicaState
-
 
 # Of OpenRouter's object, what means nothing here, or cannot be promised.
 NOT_HERE = (
@@ -76,11 +69,6 @@ def provider_allowed(tiers: Sequence[TierName]) -> dict[str, str]:
     }
 
 
-def not_here(location: Sequence[Any]) -> bool:
-    """Tell whether a field that there is not here is one of OpenRouter's."""
-    return len(location) > 1 and location[0] == "provider" and location[1] in NOT_HERE
-
-
 MOST_ERRORS = 10  # that one answer tells of a body
 MOST_NAME_CHARS = 100  # of a field that the caller has named
 READ_CHARS = 50_000  # of all errors, rendered: more than the first few take
@@ -106,16 +94,11 @@ class InvalidBodyError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What bodies are checked against.
-
-    Attributes:
-        tiers: That requests may name.
-        tier_policy: Of a tier named as a model, if the request says none.
-    """
+    """What bodies are checked against."""
 
     limits: LimitSettings = field(default_factory=LimitSettings)
-    tiers: tuple[TierName, ...] = STANDARD_TIERS
-    tier_policy: TierPolicy = "require"
+    tiers: tuple[TierName, ...] = STANDARD_TIERS  # that requests may name
+    tier_policy: TierPolicy = "require"  # of a tier named as a model, if the request says none
 
     @classmethod
     def of(cls, settings: Settings) -> Rules:
@@ -186,21 +169,11 @@ class AdapterBody(BaseModel):
 
 
 def adapter_allowed(rules: Rules) -> dict[str, str]:
-    """Return the allowed values of each field of an ``AdapterBody``."""
     return {
         "name": "1 to 100 letters, digits and . _ / -, beginning with a letter or digit; no tier's name",
         "path": "a folder in the form of PEFT, on the engines' machine",
         "tiers": f"a list of {', '.join(rules.tiers)}",
     }
-
-
-def parse_adapter(body: bytes, rules: Rules) -> AdapterBody:
-    """Parse a body.
-
-    Raises:
-        InvalidBodyError: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
-    """
-    return parsed(AdapterBody, body, adapter_allowed, rules)
 
 
 class ReplicaBody(BaseModel):
@@ -225,25 +198,12 @@ REMOVE_ALLOWED = {"now": "true or false; true: open requests are not waited for"
 
 
 def parse_replica(body: bytes, tiers: Collection[TierName]) -> tuple[TierName, str]:
-    """Return the tier and the address of an engine that is to be added.
-
-    Raises:
-        InvalidBodyError: The body is not UTF-8, not JSON, or a field is wrong; lists every problem.
-    """
+    """Return the tier and the address of an engine that is to be added; see ``parsed``."""
     found = parsed(ReplicaBody, body, lambda _: REPLICA_ALLOWED)
     for tier in tiers:
         if tier == found.tier:
             return tier, found.url
     raise InvalidBodyError((FieldProblem("tier", "there is no such tier", ", ".join(tiers)),))
-
-
-def parse_remove(body: bytes) -> RemoveBody:
-    """Parse a body.
-
-    Raises:
-        InvalidBodyError: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
-    """
-    return parsed(RemoveBody, body or b"{}", lambda _: REMOVE_ALLOWED)
 
 
 B = TypeVar("B", bound=BaseModel)
@@ -264,7 +224,6 @@ def parsed(
 
 
 def routing_allowed(rules: Rules) -> dict[str, str]:
-    """Return the allowed values of the routing options, in bodies and headers."""
     *others, last = ("auto", *rules.tiers)
     return {
         "tier": f"{', '.join(others)} or {last}",
@@ -304,7 +263,8 @@ def _problem_of(error: ErrorDetails, allowed: Mapping[str, str]) -> FieldProblem
         return FieldProblem("body", text, "a JSON object in UTF-8")
     if error["type"] == "extra_forbidden":
         prefix = named.rpartition(".")[0]
-        problem = "is not supported here" if not_here(error["loc"]) else "there is no such field"
+        foreign = error["loc"][0] == "provider" and error["loc"][-1] in NOT_HERE
+        problem = "is not supported here" if foreign else "there is no such field"
         names = [n.rpartition(".")[2] for n in allowed if n.rpartition(".")[0] == prefix]
         return FieldProblem(field, problem, ", ".join(names))
     message = error["msg"].removeprefix("Value error, ")
@@ -322,7 +282,7 @@ def render_fleet(
     return {
         "model": model,
         "machine": machine,
-        "scope": scope_of(everything=inside),
+        "scope": "all" if inside else "own",
         "tiers": [
             {
                 "tier": tier.spec.name,
@@ -348,7 +308,6 @@ def render_fleet(
 
 
 def render_preparing(preparing: Preparing) -> dict[str, Any]:
-    """Return what a tier still needs before it first serves, as JSON values."""
     remaining_s = preparing.remaining_s
     return {
         "what": preparing.what,
@@ -356,11 +315,6 @@ def render_preparing(preparing: Preparing) -> dict[str, Any]:
         "total": preparing.total,
         "remaining_s": None if remaining_s is None else round(remaining_s, 1),
     }
-
-
-def scope_of(*, everything: bool) -> Literal["all", "own"]:
-    """Return the scope of an answer: ``all``, or ``own``, the key's own requests and figures of all."""
-    return "all" if everything else "own"
 
 
 def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

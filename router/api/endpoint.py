@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from pydantic_core import to_json
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from router.api.asgi import (
     apart,
@@ -16,33 +18,23 @@ from router.api.asgi import (
     cancel_on_disconnect,
     context_of,
     read_body,
-    responder_of,
     start_message,
 )
+from router.api.bodies import Rules
 from router.api.paths import error_form
 from router.api.problems import describe
-from router.api.resumable import ResumableStream, ResumedElsewhereError, StreamGoneError
+from router.api.resumable import ResumableStream, ResumableStreams, ResumedElsewhereError, StreamGoneError
 from router.api.truncation import cutter_for
-from router.upstream.engine_stream import BufferedAnswer, EngineStream
+from router.pipeline.pipeline import Pipeline
+from router.pipeline.registry import ActiveRequest
+from router.pipeline.request import Call, RequestContext
+from router.policy.decision import Decision
+from router.server.responder import OUT, Responder
+from router.settings import Settings
+from router.telemetry.settings import TelemetrySettings
+from router.upstream.engine_stream import BufferedAnswer, EngineAnswer, EngineStream
 from router.upstream.errors import UpstreamError
-from router.upstream.sse import SEPARATOR
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
-
-    from starlette.types import Receive, Scope, Send
-
-    from router.api.bodies import Rules
-    from router.api.resumable import ResumableStreams
-    from router.pipeline.pipeline import Pipeline
-    from router.pipeline.registry import ActiveRequest
-    from router.pipeline.request import Call, RequestContext
-    from router.policy.decision import Decision
-    from router.server.responder import Responder
-    from router.settings import Settings
-    from router.telemetry.settings import TelemetrySettings
-    from router.upstream.engine_stream import EngineAnswer
-    from router.upstream.sse import Chunk
+from router.upstream.sse import SEPARATOR, Chunk
 
 log = logging.getLogger(f"qarr.{__name__}")
 EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -65,35 +57,25 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What endpoints need.
-
-    Attributes:
-        rules: What bodies are checked against.
-        streams: Those that outlive their connections.
-    """
+    """What endpoints need."""
 
     pipeline: Pipeline
     settings: Settings
-    rules: Rules
-    streams: ResumableStreams
+    rules: Rules  # what bodies are checked against
+    streams: ResumableStreams  # those that outlive their connections
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One way to ask for an answer.
-
-    Attributes:
-        parse: Reads a body; raises ``InvalidBodyError``, ``UnknownModelError`` or ``BeyondKeyError``.
-        encoder: Returns what writes the events of a streamed answer.
-        whole: Returns an answer that is not streamed, and its media type.
-        resumes: Whether ``Last-Event-ID`` goes on with a stream.
-    """
+    """One way to ask for an answer."""
 
     path: str
+    # reads a body; raises ``InvalidBodyError``, ``UnknownModelError`` or ``BeyondKeyError``
     parse: Callable[[bytes, RequestContext, Service], Call]
-    encoder: Callable[[Call, ActiveRequest], Encoder]
+    encoder: Callable[[Call, ActiveRequest], Encoder]  # returns what writes the events of a streamed answer
+    # returns an answer that is not streamed, and its media type
     whole: Callable[[Call, ActiveRequest], Awaitable[tuple[bytes, str]]]
-    resumes: bool = False
+    resumes: bool = False  # whether ``Last-Event-ID`` goes on with a stream
 
     async def read(self, body: bytes, context: RequestContext, service: Service) -> Call:
         """Return the call that a body asks for, cut where its caller has asked for it and it fits no context."""
@@ -123,7 +105,7 @@ class Answering:
         call = await endpoint.read(body, context, service)
         del body  # not to be held for as long as the answer takes
         decision = await pipeline.decide(call)
-        out = responder_of(scope)
+        out: Responder = scope[OUT]
         if call.streamed and server.silence_s:  # whose head says nothing of who answers
             out.await_first(server.silence_s, start_message(context.headers, EVENT_STREAM, STREAM_HEADERS))
         if call.resumable:
@@ -216,7 +198,6 @@ def answer_headers(active: ActiveRequest, settings: TelemetrySettings) -> dict[s
 
 
 def reason_of(decision: Decision, answer: EngineAnswer) -> str:
-    """Return why a tier serves an answer, for a person."""
     if answer.tier is decision.tier or answer.overflow is not None:
         return decision.reason
     return f"{decision.reason}; {decision.tier} failed before the first token, so {answer.tier} took over"

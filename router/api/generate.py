@@ -7,14 +7,17 @@ that its caller may lose the connection and go on with the header ``Last-Event-I
 from __future__ import annotations
 
 from asyncio import sleep
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import to_json
+from starlette.requests import Request
 from starlette.responses import Response
 
+from classifier import TokenCounter
 from router.api.asgi import context_of, read_body
 from router.api.bodies import (
     STANDARD_RULES,
@@ -23,35 +26,25 @@ from router.api.bodies import (
     ProviderBody,
     RoutingFields,
     Rules,
+    json_response,
     parsed,
     provider_allowed,
     routing_allowed,
 )
-from router.api.endpoint import Endpoint
+from router.api.endpoint import Endpoint, Service
 from router.api.models import adapter_names
 from router.api.openai_prompt import last_turn
 from router.api.paths import ErrorForm
 from router.api.problems import describe
 from router.api.provider import with_provider
-from router.pipeline.request import Call, PromptText, chat_part, class_priority, session_of
+from router.api.truncation import Cutter
+from router.pipeline.registry import ActiveRequest
+from router.pipeline.request import Call, PromptText, RequestContext, chat_part, class_priority, session_of
 from router.policy.render import render_decision
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import EngineStream, continued_on
 from router.upstream.progress import Resumption
-from router.upstream.sse import SEPARATOR
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from pydantic import ValidationInfo
-    from starlette.types import Receive, Scope, Send
-
-    from classifier import TokenCounter
-    from router.api.endpoint import Service
-    from router.api.truncation import Cutter
-    from router.pipeline.registry import ActiveRequest
-    from router.pipeline.request import RequestContext
-    from router.upstream.sse import Chunk
+from router.upstream.sse import SEPARATOR, Chunk
 
 MAX_MESSAGES = 1000
 MAX_STOPS, MAX_STOP_CHARS = 16, 200  # the engine holds as many characters back as the longest has
@@ -83,11 +76,8 @@ def check_text(text: str, info: ValidationInfo) -> str:
     return text
 
 
-def _as_list(stop: Any) -> Any:
-    return [stop] if isinstance(stop, str) else stop
-
-
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[list[StopString], BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)]
 
 
 class GenerateBody(RoutingFields):
@@ -102,10 +92,7 @@ class GenerateBody(RoutingFields):
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     repetition_penalty: float | None = Field(None, gt=0, le=2, allow_inf_nan=False)
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    stop: (
-        Annotated[list[StopString], BeforeValidator(_as_list, json_schema_input_type=StopString | list[StopString])]
-        | None
-    ) = Field(None, max_length=MAX_STOPS)
+    stop: StopStrings | None = Field(None, max_length=MAX_STOPS)
     stream: bool = True
     resumable: bool = False
     provider: ProviderBody | None = None
@@ -258,13 +245,14 @@ def read_messages(messages: Sequence[Mapping[str, str]], counter: TokenCounter) 
 
 
 class TextEvents:
-    """Writes an answer as text events, then one ``done`` or one ``error`` event; ``numbered``: their ids are numbers."""
+    """Writes an answer as text events, then one ``done`` or one ``error`` event."""
 
     __slots__ = ("_answer", "_context", "_number")
 
-    def __init__(self, answer: EngineStream, context: RequestContext, *, numbered: bool = False) -> None:
-        self._answer, self._context = answer, context
-        self._number = 0 if numbered else None
+    def __init__(self, call: Call, active: ActiveRequest) -> None:
+        assert isinstance(active.answer, EngineStream)
+        self._answer, self._context = active.answer, call.context
+        self._number = None if call.resumable else 0  # of the event's id, unless that names the stream as well
 
     def events(self, chunks: Sequence[Chunk]) -> list[bytes]:
         events, number = [], self._number
@@ -282,16 +270,10 @@ class TextEvents:
         return self._last(b"event: done\ndata: " + to_json(closing(self._answer)) + SEPARATOR)
 
     def failure(self, error: Exception) -> list[bytes]:
-        """Return the last event of an answer that could not be completed."""
         return self._last(describe(error).event(ErrorForm.PROBLEM, self._context.ids) + SEPARATOR)
 
     def _last(self, event: bytes) -> list[bytes]:
         return [event if self._number is None else b"id: %d\n" % (self._number + 1) + event]
-
-
-def _encoder(call: Call, active: ActiveRequest) -> TextEvents:
-    assert isinstance(active.answer, EngineStream)
-    return TextEvents(active.answer, call.context, numbered=not call.resumable)  # whose ids name the stream as well
 
 
 async def _whole(call: Call, active: ActiveRequest) -> tuple[bytes, str]:
@@ -319,27 +301,20 @@ def closing(answer: EngineStream) -> dict[str, Any]:
     }
 
 
-GENERATE = Endpoint("/generate", parse, _encoder, _whole, resumes=True)
+GENERATE = Endpoint("/generate", parse, TextEvents, _whole, resumes=True)
 
 
-@dataclass(frozen=True, slots=True)
-class DecisionAlone:
-    """The endpoint ``POST /route``: the decision, without generating."""
-
-    service: Service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, which counts as one of no tokens. A refusal is a decision too: 200, with ``tier`` null."""
-        context, pipeline = context_of(scope), self.service.pipeline
-        body = await read_body(scope, receive, self.service.settings.server.max_body_bytes)
-        call = await GENERATE.read(body, context, self.service)
-        grant = await pipeline.quotas.enter(context.caller, 0, context.limits)
-        counted: int | None = None
-        try:
-            rendered = render_decision(await pipeline.decide(call, serve=False))
-            counted = 0
-        finally:
-            if grant is not None:
-                await grant.settle(counted)
-        response = Response(to_json(rendered), media_type="application/json", headers=context.headers)
-        await response(scope, receive, send)
+async def decision_alone(service: Service, request: Request) -> Response:
+    """Answer ``POST /route``: the decision, without generating, as a request of no tokens; of a refusal ``tier`` is null."""
+    context, pipeline = context_of(request.scope), service.pipeline
+    body = await read_body(request.scope, request.receive, service.settings.server.max_body_bytes)
+    call = await GENERATE.read(body, context, service)
+    grant = await pipeline.quotas.enter(context.caller, 0, context.limits)
+    counted: int | None = None
+    try:
+        rendered = render_decision(await pipeline.decide(call, serve=False))
+        counted = 0
+    finally:
+        if grant is not None:
+            await grant.settle(counted)
+    return json_response(rendered, headers=context.headers)

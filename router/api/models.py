@@ -2,67 +2,88 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from router.api.asgi import context_of
 from router.api.bodies import FieldProblem, InvalidBodyError, json_response
 from router.api.problems import UnknownModelError
+from router.api.settings import OpenAISettings
 from router.upstream.json_object import JsonObject, NotJsonError
+from tiers.fleet import Fleet
 from tiers.quantization import shown_quantization
+from tiers.snapshot import TierSnapshot
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from starlette.types import Receive, Scope, Send
-
-    from router.api.settings import OpenAISettings
-    from tiers.fleet import Fleet
-    from tiers.snapshot import TierSnapshot
-    from tiers.spec import TierName
-
 
 ANY_TIER = {"auto": "auto", "qarr": "auto"}
 
 
 class Choice(NamedTuple):
-    """What a model name asks for.
+    """What a model name asks for."""
 
-    Attributes:
-        tier: A tier, or ``auto``.
-        adapter: The LoRA adapter of that name; None: the name is none of an adapter.
-    """
-
-    tier: str = "auto"
-    adapter: str | None = None
+    tier: str = "auto"  # a tier, or ``auto``
+    adapter: str | None = None  # the LoRA adapter of that name; None: the name is none of an adapter
 
 
 _CHOICES = {name: Choice(tier) for name, tier in [*ANY_TIER.items(), *zip(STANDARD_TIERS, STANDARD_TIERS, strict=True)]}
 
 
+# Of vLLM's chat completions, by OpenAI's and OpenRouter's names. Tools need an engine that is started for them.
+PARAMETERS = (
+    "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "min_p", "presence_penalty", "repetition_penalty",
+    "response_format", "seed", "stop", "structured_outputs", "temperature", "top_k", "top_logprobs", "top_p",
+)  # fmt: skip
+NOT_WITH_DRAFT = {"min_p", "logit_bias"}
+SERVING, NOT_SERVING = 0, -10  # OpenRouter's best and worst status
+
+
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The endpoints ``GET /v1/models`` and ``GET /v1/models/{id}``."""
+    """``GET /v1/models``, ``GET /v1/models/{id}`` and ``GET /v1/models/{id}/endpoints``."""
 
     fleet: Fleet
     settings: OpenAISettings
     model: str
     created: int
+    waiting: Callable[[TierName], int]  # requests in the router's queue that a tier may serve
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(self, request: Request) -> Response:
         """Answer with the models that the caller may use, or with one of them."""
-        wanted, context = scope["path_params"].get("id"), context_of(scope)
+        wanted, context = request.path_params.get("id"), context_of(request.scope)
         allowed = context.caller.tiers
         body = {"object": "list", "data": self._cards(allowed)} if wanted is None else self.card(wanted, allowed)
-        await json_response(body, headers=context.headers)(scope, receive, send)
+        return json_response(body, headers=context.headers)
+
+    async def endpoints(self, request: Request) -> Response:
+        """Answer with the tiers behind one model, in OpenRouter's form. Where engines are is not told to anybody."""
+        name, context = request.path_params["id"], context_of(request.scope)
+        card = self.card(name, context.caller.tiers)
+        tiers = [tier for tier in self.fleet.snapshot().tiers if tier.spec.name in card["tiers"]]
+        data = {
+            "id": name,
+            "name": name,
+            "created": card["created"],
+            "description": f"{self.model} at {len(card['tiers'])} precisions" if card["tiers"][1:] else self.model,
+            "architecture": {
+                "modality": "text->text",
+                "input_modalities": ["text"],
+                "output_modalities": ["text"],
+                "tokenizer": "Other",
+                "instruct_type": None,
+            },
+            "endpoints": [self._endpoint(tier) for tier in tiers],
+        }
+        return json_response({"data": data}, headers=context.headers)
 
     def card(self, wanted: str, allowed: frozenset[TierName] | None) -> dict[str, Any]:
         """Return what is told of one model, to a caller who may use some tiers (None: all).
 
-        Raises:
-            UnknownModelError: There is none of the name, or the caller may use no tier behind it.
+        ``UnknownModelError``: there is none of the name, or the caller may use no tier behind it.
         """
         choice = choice_of(wanted, self.settings, self.fleet)
         card = None if choice is None else self._card(wanted, choice, allowed)
@@ -101,9 +122,30 @@ class Models:
             "served_by": found,
         }
 
+    def _endpoint(self, tier: TierSnapshot) -> dict[str, Any]:
+        spec, ready = tier.spec, tier.status is ReplicaStatus.READY
+        parameters = [p for p in PARAMETERS if spec.draft is None or p not in NOT_WITH_DRAFT]
+        return {
+            **behind(tier),
+            "name": f"QARR | {spec.name}",
+            "model_name": self.model,
+            "provider_name": spec.name,
+            "tag": spec.name,
+            "max_completion_tokens": None,
+            "max_prompt_tokens": None,
+            "pricing": None,
+            "supported_parameters": parameters,
+            "status": SERVING if ready else NOT_SERVING,
+            "uptime_last_30m": None,
+            "replicas": len(tier.replicas),
+            "replicas_ready": len(tier.ready),
+            "in_flight": sum(replica.in_flight for replica in tier.replicas),
+            "max_in_flight": spec.max_in_flight * len(tier.ready),
+            "queue": self.waiting(spec.name),
+        }
+
 
 def behind(tier: TierSnapshot) -> dict[str, Any]:
-    """Return one tier behind a model's name, in short."""
     spec = tier.spec
     return {
         "tier": spec.name,
@@ -116,11 +158,7 @@ def behind(tier: TierSnapshot) -> dict[str, Any]:
 
 
 def read_document(body: bytes) -> JsonObject:
-    """Parse a request's body.
-
-    Raises:
-        InvalidBodyError: It is not a JSON object.
-    """
+    """Parse a request's body; ``InvalidBodyError``: it is not a JSON object."""
     try:
         return JsonObject.parse(body)
     except NotJsonError as error:
@@ -128,7 +166,6 @@ def read_document(body: bytes) -> JsonObject:
 
 
 def model_names(settings: OpenAISettings, fleet: Fleet) -> dict[str, str]:
-    """Return every known model name, with what it stands for: a tier, or ``auto``."""
     return {**ANY_TIER, **{spec.name: spec.name for spec in fleet.specs}, **settings.aliases}
 
 
@@ -155,11 +192,7 @@ def choice_of(name: str, settings: OpenAISettings, fleet: Fleet) -> Choice | Non
 
 
 def resolve(document: JsonObject, settings: OpenAISettings, fleet: Fleet) -> Choice:
-    """Return what a body's model name asks for; ``auto`` if it names none, as vLLM allows.
-
-    Raises:
-        UnknownModelError: The name is not known.
-    """
+    """Return what a body's model name asks for; ``auto`` if it names none, as vLLM allows, or ``UnknownModelError``."""
     name = document.get("model")
     if name is None or name == "":
         return _CHOICES["auto"]
@@ -167,70 +200,3 @@ def resolve(document: JsonObject, settings: OpenAISettings, fleet: Fleet) -> Cho
     if choice is None:
         raise UnknownModelError(str(name), (*model_names(settings, fleet), *adapter_names(fleet)))
     return choice
-
-
-# Of vLLM's chat completions, by OpenAI's and OpenRouter's names. Tools need an engine that is started for them.
-PARAMETERS = (
-    "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "min_p", "presence_penalty", "repetition_penalty",
-    "response_format", "seed", "stop", "structured_outputs", "temperature", "top_k", "top_logprobs", "top_p",
-)  # fmt: skip
-NOT_WITH_DRAFT = {"min_p", "logit_bias"}
-SERVING, NOT_SERVING = 0, -10  # OpenRouter's best and worst status
-
-
-@dataclass(frozen=True, slots=True)
-class ModelEndpoints:
-    """The endpoint ``GET /v1/models/{id}/endpoints``.
-
-    Attributes:
-        waiting: Requests in the router's queue that a tier may serve.
-    """
-
-    models: Models
-    waiting: Callable[[TierName], int]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with the tiers behind one model. Where engines are is not told to anybody."""
-        models, name = self.models, scope["path_params"]["id"]
-        card = models.card(name, context_of(scope).caller.tiers)
-        data = {
-            "id": name,
-            "name": name,
-            "created": card["created"],
-            "description": f"{models.model} at {len(card['tiers'])} precisions"
-            if len(card["tiers"]) > 1
-            else models.model,
-            "architecture": {
-                "modality": "text->text",
-                "input_modalities": ["text"],
-                "output_modalities": ["text"],
-                "tokenizer": "Other",
-                "instruct_type": None,
-            },
-            "endpoints": [
-                self._endpoint(tier) for tier in models.fleet.snapshot().tiers if tier.spec.name in card["tiers"]
-            ],
-        }
-        await json_response({"data": data}, headers=context_of(scope).headers)(scope, receive, send)
-
-    def _endpoint(self, tier: TierSnapshot) -> dict[str, Any]:
-        spec, ready = tier.spec, tier.status is ReplicaStatus.READY
-        parameters = [p for p in PARAMETERS if spec.draft is None or p not in NOT_WITH_DRAFT]
-        return {
-            **behind(tier),
-            "name": f"QARR | {spec.name}",
-            "model_name": self.models.model,
-            "provider_name": spec.name,
-            "tag": spec.name,
-            "max_completion_tokens": None,
-            "max_prompt_tokens": None,
-            "pricing": None,
-            "supported_parameters": parameters,
-            "status": SERVING if ready else NOT_SERVING,
-            "uptime_last_30m": None,
-            "replicas": len(tier.replicas),
-            "replicas_ready": len(tier.ready),
-            "in_flight": sum(replica.in_flight for replica in tier.replicas),
-            "max_in_flight": spec.max_in_flight * len(tier.ready),
-            "queue": self.waiting(spec.name),
-        }

@@ -6,55 +6,43 @@ tell token ids: after the first byte a fault ends a stream with an error event. 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from starlette.requests import Request
+
+from classifier import TokenCounter
 from router.api.bodies import FieldProblem, InvalidBodyError
-from router.api.endpoint import Endpoint, as_it_came, report_on, with_member
+from router.api.endpoint import Endpoint, Service, as_it_came, report_on, with_member
 from router.api.models import read_document, resolve
 from router.api.openai import priority_to_send, routing_fields, undraftable_of
 from router.api.openai_prompt import PART_TOKENS, SYSTEM_ROLES, last_turn, other_parts, text_of
 from router.api.paths import MESSAGES, RESPONSES, error_form
 from router.api.problems import NotStoredError, describe
 from router.api.provider import provider_of, with_provider
-from router.pipeline.request import MAX_COUNT, Call, PromptText, chat_part, session_of
+from router.pipeline.registry import ActiveRequest
+from router.pipeline.request import MAX_COUNT, Call, PromptText, RequestContext, chat_part, session_of
 from router.upstream.engine_request import EngineRequest
-from router.upstream.json_object import as_boolean, as_integer
+from router.upstream.errors import UpstreamError
+from router.upstream.json_object import JsonObject, as_boolean, as_integer
 from router.upstream.named_events import MESSAGE_FORMAT, RESPONSE_FORMAT
-from router.upstream.sse import SEPARATOR
+from router.upstream.sse import SEPARATOR, AnswerFormat, Chunk
 from tiers.prefix_memory import Part
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from starlette.requests import Request
-
-    from classifier import TokenCounter
-    from router.api.endpoint import Service
-    from router.pipeline.registry import ActiveRequest
-    from router.pipeline.request import RequestContext
-    from router.upstream.errors import UpstreamError
-    from router.upstream.json_object import JsonObject
-    from router.upstream.sse import AnswerFormat, Chunk
-
 
 _ASIDE = {"tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"}  # blocks that are no other part
 
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation as a chat of texts.
+    """A conversation as a chat of texts."""
 
-    Attributes:
-        turns: Messages with a role and a text, the system prompt first.
-        extras: Further texts that are read: tools, calls of them, and what these returned.
-        others: Kinds of parts that are not text.
-    """
-
+    # messages with a role and a text, the system prompt first
     turns: list[dict[str, Any]] = field(default_factory=list)
+    # further texts that are read: tools, calls of them, and what these returned
     extras: list[str] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)  # kinds of parts that are not text
 
     def add(self, role: Any, text: str) -> None:
         self.turns.append({"role": role, "content": text})
@@ -97,7 +85,6 @@ def read_messages(document: JsonObject) -> Conversation:
 
 
 def read_input(document: JsonObject) -> Conversation:
-    """Read the body of a request for a response."""
     read = _begun(document, document.get("instructions"))
     given = document.get("input")
     if isinstance(given, str):
@@ -139,11 +126,7 @@ _NEEDS_STORE = {
 
 
 def read_response_body(document: JsonObject) -> Conversation:
-    """Read the body of a request for a response.
-
-    Raises:
-        InvalidBodyError: It asks for what needs stored responses.
-    """
+    """Read the body of a request for a response; ``InvalidBodyError``: it asks for what needs stored responses."""
     given = {name: document.get(name) for name in _NEEDS_STORE}
     given["background"] = as_boolean(given["background"]) or None  # of a wrong type: the engine says what it is
     asked = [name for name, value in given.items() if value is not None]
@@ -158,35 +141,22 @@ def read_response_body(document: JsonObject) -> Conversation:
 
 
 def _named_sessions(document: JsonObject) -> tuple[Any, ...]:
-    """Return what a body may name its conversation by: OpenAI's members, and Anthropic's."""
     metadata = document.get("metadata")
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
     return document.get("prompt_cache_key"), document.get("user"), user
 
 
 class _Api(NamedTuple):
-    """What is different between the two.
-
-    Attributes:
-        read: Reads the conversation that a body holds.
-        limit: The body's member that bounds the output tokens.
-        answers: How engines' answers are read.
-    """
+    """What is different between the two."""
 
     path: str
-    read: Callable[[JsonObject], Conversation]
-    limit: str
-    answers: AnswerFormat
+    read: Callable[[JsonObject], Conversation]  # reads the conversation that a body holds
+    limit: str  # the body's member that bounds the output tokens
+    answers: AnswerFormat  # how engines' answers are read
 
 
 def _parse(api: _Api, body: bytes, context: RequestContext, service: Service) -> Call:
-    """Read what routing needs of a body; the rest of it goes to the engine as it is.
-
-    Raises:
-        InvalidBodyError: It is no JSON object, or its options are not valid.
-        UnknownModelError: Its model is none of ours.
-        BeyondKeyError: The priority is beyond the caller's key.
-    """
+    """Read what routing needs of a body, as ``openai.parse`` does; the rest of it goes to the engine as it is."""
     settings, rules, fleet = service.settings, service.rules, service.pipeline.fleet
     document = read_document(body)
     conversation = api.read(document)
@@ -223,24 +193,13 @@ def _parse(api: _Api, body: bytes, context: RequestContext, service: Service) ->
     )
 
 
-def _encoder(call: Call, active: ActiveRequest) -> PassedEvents:
-    return PassedEvents(call.context, report_on(call, active))
-
-
-_APIS = (
-    _Api(MESSAGES, read_messages, "max_tokens", MESSAGE_FORMAT),
-    _Api(RESPONSES, read_response_body, "max_output_tokens", RESPONSE_FORMAT),
-)
-NAMED_EVENT_ENDPOINTS = [Endpoint(api.path, partial(_parse, api), _encoder, as_it_came) for api in _APIS]
-
-
 class PassedEvents:
     """Passes a stream's events on as they are. Its last one waits until the answer is complete, and gets the report."""
 
     __slots__ = ("_context", "_last", "_latest", "_report")
 
-    def __init__(self, context: RequestContext, report: Mapping[str, Any] | None) -> None:
-        self._context, self._report = context, report
+    def __init__(self, call: Call, active: ActiveRequest) -> None:
+        self._context, self._report = call.context, report_on(call, active)
         self._last = self._latest = b""
 
     def events(self, chunks: Sequence[Chunk]) -> list[bytes]:
@@ -264,10 +223,13 @@ class PassedEvents:
         return [describe(error).event(form, self._context.ids, following) + SEPARATOR]
 
 
-async def stored_response(request: Request) -> None:
-    """Answer whoever asks for a response by its id: there is none.
+_APIS = (
+    _Api(MESSAGES, read_messages, "max_tokens", MESSAGE_FORMAT),
+    _Api(RESPONSES, read_response_body, "max_output_tokens", RESPONSE_FORMAT),
+)
+NAMED_EVENT_ENDPOINTS = [Endpoint(api.path, partial(_parse, api), PassedEvents, as_it_came) for api in _APIS]
 
-    Raises:
-        NotStoredError: Always.
-    """
+
+async def stored_response(request: Request) -> None:
+    """Tell whoever asks for a response by its id that there is none."""
     raise NotStoredError(request.path_params["id"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -18,14 +18,23 @@ from router.api.bodies import (
     first_errors,
     routing_allowed,
 )
-from router.api.endpoint import Endpoint, as_it_came, report_on
+from router.api.endpoint import Endpoint, Service, as_it_came
 from router.api.models import read_document, resolve
 from router.api.openai_events import RelayedEvents
 from router.api.openai_prompt import beside, read_chat, read_completion
 from router.api.paths import CHAT, COMPLETIONS
 from router.api.provider import provider_of, with_provider
-from router.api.truncation import cut_prompts
-from router.pipeline.request import MAX_COUNT, Call, class_priority, priority_within, session_of
+from router.api.settings import TierPolicy
+from router.api.truncation import Cutter, cut_prompts
+from router.pipeline.request import (
+    MAX_COUNT,
+    Call,
+    PromptText,
+    RequestContext,
+    class_priority,
+    priority_within,
+    session_of,
+)
 from router.upstream.engine_request import (
     DEFAULT_COMPLETION,
     EngineRequest,
@@ -33,15 +42,7 @@ from router.upstream.engine_request import (
     resumption_of,
     token_limit,
 )
-from router.upstream.engine_stream import EngineStream
 from router.upstream.json_object import JsonObject, as_boolean, as_integer
-
-if TYPE_CHECKING:
-    from router.api.endpoint import Service
-    from router.api.settings import TierPolicy
-    from router.api.truncation import Cutter
-    from router.pipeline.registry import ActiveRequest
-    from router.pipeline.request import PromptText, RequestContext
 
 # Header → member of the ``qarr`` object; numbers are written as such.
 HEADERS: dict[bytes, tuple[str, ...]] = {
@@ -144,13 +145,7 @@ def _cut(call: Call, cutter: Cutter) -> Call:
     return replace(shorter, truncated=cutter.disclosed(shorter, dropped))
 
 
-def _encoder(call: Call, active: ActiveRequest) -> RelayedEvents:
-    assert isinstance(active.answer, EngineStream)
-    chat, wants_usage = call.asked.path == CHAT, call.asked.wants_usage
-    return RelayedEvents(active.answer, report_on(call, active), chat=chat, wants_usage=wants_usage)
-
-
-COMPLETION_ENDPOINTS = [Endpoint(path, partial(parse, path), _encoder, as_it_came) for path in (CHAT, COMPLETIONS)]
+COMPLETION_ENDPOINTS = [Endpoint(path, partial(parse, path), RelayedEvents, as_it_came) for path in (CHAT, COMPLETIONS)]
 
 
 def undraftable_of(document: JsonObject) -> str:
@@ -159,11 +154,7 @@ def undraftable_of(document: JsonObject) -> str:
 
 
 def routing_fields(document: JsonObject, context: RequestContext, model: str, rules: Rules) -> tuple[OpenAIFields, str]:
-    """Return the routing options of a request, and the field that names its tier.
-
-    Raises:
-        InvalidBodyError: They are not valid.
-    """
+    """Return a request's routing options, and the field that names its tier; ``InvalidBodyError``: one is not valid."""
     by_header, by_body = _from_headers(context, rules), _from_body(document, rules)
     policy: TierPolicy = "prefer" if model == "auto" else rules.tier_policy
     if not by_header and not by_body:
@@ -233,11 +224,7 @@ def _from_body(document: JsonObject, rules: Rules) -> dict[str, Any]:
 
 
 def priority_to_send(document: JsonObject, fields: OpenAIFields, context: RequestContext) -> int | None:
-    """Return the priority to send; None leaves the body's own.
-
-    Raises:
-        BeyondKeyError: It is beyond the caller's key, and the key refuses what is.
-    """
+    """Return the priority to send; None leaves the body's own. See ``priority_within``."""
     if "priority" in fields.model_fields_set:
         return class_priority(context.caller, fields.priority, "qarr.priority")
     own = document.get("priority")

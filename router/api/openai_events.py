@@ -7,21 +7,19 @@ Token ids, which failover needs, are taken out.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from pydantic_core import to_json
 
-from router.api.paths import ErrorForm
+from router.api.endpoint import report_on
+from router.api.paths import CHAT, ErrorForm
 from router.api.problems import describe
-from router.upstream.engine_stream import continued_on
+from router.pipeline.registry import ActiveRequest
+from router.pipeline.request import Call
+from router.upstream.engine_stream import EngineStream, continued_on
 from router.upstream.json_object import read_json
-from router.upstream.sse import DONE, SEPARATOR
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from router.upstream.engine_stream import EngineStream
-    from router.upstream.sse import Chunk
+from router.upstream.sse import DONE, SEPARATOR, Chunk
 
 # Quotes in a JSON string are escaped, so these stand only where a member of that name does.
 _FINGERPRINT = b'"system_fingerprint"'
@@ -35,11 +33,10 @@ class RelayedEvents:
 
     __slots__ = ("_answer", "_chat", "_opened", "_report", "_usage_sent", "_wants_usage")
 
-    def __init__(
-        self, answer: EngineStream, report: Mapping[str, Any] | None, *, chat: bool, wants_usage: bool
-    ) -> None:
-        self._answer, self._report = answer, report
-        self._chat, self._wants_usage = chat, wants_usage
+    def __init__(self, call: Call, active: ActiveRequest) -> None:
+        assert isinstance(active.answer, EngineStream)
+        self._answer, self._report = active.answer, report_on(call, active)
+        self._chat, self._wants_usage = call.asked.path == CHAT, call.asked.wants_usage
         self._opened = b""  # the first engine's first event
         self._usage_sent = False
 
@@ -55,7 +52,10 @@ class RelayedEvents:
         if self._answer.failed_over and self._wants_usage and not self._usage_sent and self._answer.usage:
             events.append(b"data: " + to_json({**self._template(), "choices": [], "usage": self._answer.usage}))
         if self._report is not None:
-            events.append(b"data: " + to_json(self._report_chunk(self._report)))
+            kind = "chat.completion.chunk" if self._chat else "text_completion"
+            report = {**self._report, **({"continued_on": continued_on(self._answer)} if self._answer.parts else {})}
+            empty = {"id": "", "object": kind, "created": 0, "model": "", "choices": []}
+            events.append(b"data: " + to_json({**empty, "qarr": report}))
         return [event + SEPARATOR for event in [*events, DONE]]
 
     def failure(self, error: Exception) -> list[bytes]:
@@ -99,11 +99,6 @@ class RelayedEvents:
         if chunk.finish_reason is not None:
             choice["stop_reason"] = chunk.stop_reason
         return b"data: " + to_json({**self._template(), "choices": [{**choice, "token_ids": None}]})
-
-    def _report_chunk(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self._chat else "text_completion"
-        continued = {"continued_on": continued_on(self._answer)} if self._answer.parts else {}
-        return {"id": "", "object": kind, "created": 0, "model": "", "choices": [], "qarr": {**report, **continued}}
 
 
 def _without(event: bytes, *names: bytes) -> bytes:

@@ -5,16 +5,13 @@ Malformed parts read as empty: the engine gets the body unchanged and reports be
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from classifier import TokenCounter
 from router.pipeline.request import PromptText, chat_part
+from router.upstream.json_object import JsonObject
 from tiers.prefix_memory import Part
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from classifier import TokenCounter
-    from router.upstream.json_object import JsonObject
 
 SHORT_CHARS = 200  # a shorter last turn ("and now in Rust?") is read together with the user's previous turn
 PART_TOKENS = 1000  # assumed for each part that is not text: no tier's tokenizer can count those
@@ -53,7 +50,6 @@ def read_chat(document: JsonObject, counter: TokenCounter) -> PromptText:
 
 
 def beside(document: JsonObject) -> list[str]:
-    """Return what the model reads of a chat besides messages."""
     return [document.text_of(key) for key in ("tools", "functions", "documents") if document.get(key)]
 
 
@@ -92,7 +88,6 @@ def last_turn(messages: Sequence[Mapping[str, Any]], texts: list[str]) -> str:
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content; empty where it has none."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -102,7 +97,6 @@ def text_of(content: Any) -> str:
 
 
 def other_parts(content: Any) -> list[str]:
-    """Return the kinds of a content's parts that are not text."""
     if not isinstance(content, list):
         return []
     kinds = [p.get("type") for p in content if isinstance(p, dict) and "text" not in p]
@@ -110,5 +104,4 @@ def other_parts(content: Any) -> list[str]:
 
 
 def is_ids(item: Any) -> bool:
-    """Tell whether a prompt is a list of token ids."""
     return isinstance(item, list) and bool(item) and all(isinstance(number, int) for number in item)

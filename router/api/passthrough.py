@@ -4,156 +4,96 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.asgi import cancel_on_disconnect, context_of, no_body, read_body
+from router.api.asgi import cancel_on_disconnect, context_of, read_body
 from router.api.models import read_document, resolve
-from router.api.paths import EMBEDDINGS, ErrorForm, error_form
+from router.api.paths import ErrorForm, error_form
 from router.api.problems import NoEmbeddingsError
-from router.upstream.client import no_answer, refusal
+from router.auth.quota import Quotas
+from router.settings import Settings
+from router.upstream.client import Pool, Upstream, no_answer, refusal
 from router.upstream.errors import EngineFailedError, EngineUnreachableError, NoSlotError, UpstreamError
-from tiers.spec import ReplicaStatus, TierName
+from tiers.fleet import Fleet
+from tiers.spec import ReplicaStatus
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from starlette.types import Receive, Scope, Send
-
-    from router.auth.quota import Quotas
-    from router.pipeline.request import RequestContext
-    from router.settings import Settings
-    from router.upstream.client import Pool, Upstream
-    from router.upstream.json_object import JsonObject
-    from tiers.fleet import Fleet
+Engine = tuple[str, str, bytes]  # its address and key, and the request's body for it
 
 
 @dataclass(frozen=True, slots=True)
 class Passthrough:
-    """What passes small requests on."""
+    """Passes small requests on."""
 
     upstream: Upstream
     quotas: Quotas
     fleet: Fleet
     settings: Settings
 
+    async def tokens(self, request: Request) -> Response:
+        """Let any ready engine tokenize, detokenize or count, since they share a tokenizer.
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """``/tokenize``, ``/detokenize``, ``/v1/messages/count_tokens``: any ready engine answers; they share a tokenizer."""
-
-    deps: Passthrough
-    path: str
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on. Work stops when the client goes away."""
-        deps, context = self.deps, context_of(scope)
-        document = read_document(await read_body(scope, receive, deps.settings.server.max_body_bytes))
-        resolve(document, deps.settings.openai, deps.fleet)
-        small = SmallRequest(self.path, "tokens", tuple(self._engines(document, context.caller.tiers)), tokens=0)
-        cancel_on_disconnect(scope)
-        await pass_on(deps, context, small, send)
-
-    def _engines(self, document: JsonObject, allowed: frozenset[TierName] | None) -> Iterator[AskedEngine]:
-        """Yield whom to ask: ready engines, without a slot on them, for tokenizing takes nothing from generation."""
-        fleet, now = self.deps.fleet, time.monotonic()
+        It has no slot for that, which takes nothing from generation.
+        """
+        document, allowed = read_document(await self._body(request)), context_of(request.scope).caller.tiers
+        resolve(document, self.settings.openai, self.fleet)
+        fleet, now = self.fleet, time.monotonic()
         replicas = [r for r in fleet.replicas if r.state.status is ReplicaStatus.READY]
         ready = [r for r in replicas if allowed is None or r.spec.name in allowed]
-        for replica in sorted(
-            ready, key=lambda r: (not r.breaker.admits(now), fleet.rank(r.spec.name), r.state.in_flight)
-        ):
-            yield AskedEngine(replica.url, replica.api_key, document.edited({"model": replica.model}))
+        ready.sort(key=lambda r: (not r.breaker.admits(now), fleet.rank(r.spec.name), r.state.in_flight))
+        engines = [(r.url, r.api_key, document.edited({"model": r.model})) for r in ready]
+        return await self._pass_on(request, "tokens", engines, tokens=0)
 
-
-@dataclass(frozen=True, slots=True)
-class Embeddings:
-    """The endpoint ``POST /v1/embeddings``: passed on to the engines that the settings name for it."""
-
-    deps: Passthrough
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on. Work stops when the client goes away."""
-        deps, context = self.deps, context_of(scope)
-        body = await read_body(scope, receive, deps.settings.server.max_body_bytes)
+    async def embeddings(self, request: Request) -> Response:
+        """Let an engine that the settings name for it answer."""
+        body, urls = await self._body(request), self.settings.openai.embeddings_urls
         document = read_document(body)
-        if not deps.settings.openai.embeddings_urls:
+        if not urls:
             raise NoEmbeddingsError(
                 "no engine here serves embeddings: the tiers generate text; set openai.embeddings_urls to one that does"
             )
-        engines = tuple(
-            AskedEngine(url, deps.settings.engine.api_key, body) for url in deps.settings.openai.embeddings_urls
-        )
-        small = SmallRequest(EMBEDDINGS, "embeddings", engines, tokens=count_input(document.get("input")))
-        cancel_on_disconnect(scope)
-        await pass_on(deps, context, small, send)
+        engines = [(url, self.settings.engine.api_key, body) for url in urls]
+        return await self._pass_on(request, "embeddings", engines, count_input(document.get("input")))
 
+    async def _body(self, request: Request) -> bytes:
+        return await read_body(request.scope, request.receive, self.settings.server.max_body_bytes)
 
-@dataclass(frozen=True, slots=True)
-class AskedEngine:
-    """An engine that may answer a small request, and the request's body for it."""
-
-    url: str
-    api_key: str
-    body: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class SmallRequest:
-    """A request that is passed on without a lease.
-
-    Attributes:
-        pool: Whose it waits for, where an engine has many of them.
-        engines: That may answer, in order.
-        tokens: For the quota.
-    """
-
-    path: str
-    pool: Pool
-    engines: tuple[AskedEngine, ...]
-    tokens: int
-
-
-async def pass_on(deps: Passthrough, context: RequestContext, small: SmallRequest, send: Send) -> None:
-    """Take the quota, pass a small request on, and send the answer as it is.
-
-    Raises:
-        OverQuotaError: The caller's quota is used up.
-        NoEngineAnsweredError: Those that were asked failed.
-        NoSlotError: None could be asked.
-        EngineRefusedError: An engine says that the request is wrong, where that is to have another form than the engine's.
-    """
-    grant = await deps.quotas.enter(context.caller, small.tokens, context.limits)
-    used: int | None = None
-    try:
-        status, media_type, content = await _first_answer(deps.upstream, small, context.request_id)
-        used = small.tokens
-    except asyncio.CancelledError:
-        used = small.tokens  # an engine may have worked for it
-        raise
-    finally:
-        if grant is not None:
-            await grant.settle(used)
-    if error_form(small.path) is ErrorForm.ANTHROPIC and status != HTTPStatus.OK:
-        raise refusal(status, content)  # vLLM has OpenAI's form for some of them
-    await Response(content, status, context.headers, media_type)({"type": "http"}, no_body, send)
-
-
-async def _first_answer(upstream: Upstream, small: SmallRequest, request_id: str) -> tuple[int, str, bytes]:
-    causes: list[UpstreamError] = []
-    for engine in sorted(small.engines, key=lambda e: not upstream.passes_at_once(e.url, small.pool)):
+    async def _pass_on(self, request: Request, pool: Pool, engines: Iterable[Engine], tokens: int) -> Response:
+        """Take the quota, and return the first answer as it is."""
+        context, path = context_of(request.scope), request.scope["path"]
+        cancel_on_disconnect(request.scope)
+        grant = await self.quotas.enter(context.caller, tokens, context.limits)
+        used: int | None = None
         try:
-            ask = upstream.pass_on(
-                engine.url, engine.api_key, small.path, engine.body, small.pool, request_id=request_id
-            )
-            return await ask
-        except (EngineUnreachableError, EngineFailedError) as error:
-            causes.append(error)
-    if causes:
-        raise no_answer(causes, *map(str, causes))
-    raise NoSlotError("no tier that could answer this is ready")
+            status, media_type, content = await self._first_answer(path, pool, engines, context.request_id)
+            used = tokens
+        except asyncio.CancelledError:
+            used = tokens  # an engine may have worked for it
+            raise
+        finally:
+            if grant is not None:
+                await grant.settle(used)
+        if error_form(path) is ErrorForm.ANTHROPIC and status != HTTPStatus.OK:
+            raise refusal(status, content)  # vLLM has OpenAI's form for some of them
+        return Response(content, status, context.headers, media_type)
+
+    async def _first_answer(
+        self, path: str, pool: Pool, engines: Iterable[Engine], request_id: str
+    ) -> tuple[int, str, bytes]:
+        causes, upstream = list[UpstreamError](), self.upstream
+        for url, key, body in sorted(engines, key=lambda engine: not upstream.passes_at_once(engine[0], pool)):
+            try:
+                return await upstream.pass_on(url, key, path, body, pool, request_id=request_id)
+            except (EngineUnreachableError, EngineFailedError) as error:
+                causes.append(error)
+        if causes:
+            raise no_answer(causes, *map(str, causes))
+        raise NoSlotError("no tier that could answer this is ready")
 
 
 def count_input(value: Any) -> int:
@@ -161,9 +101,7 @@ def count_input(value: Any) -> int:
 
     What is no input counts as one token: the engine says best what is wrong with it.
     """
-    inputs = value if isinstance(value, list) else [value]
-    return sum(len(one) if isinstance(one, list) else _count_one(one) for one in inputs)
-
-
-def _count_one(value: Any) -> int:
-    return max(len(value) // 3, 1) if isinstance(value, str) else 1
+    total = 0
+    for one in value if isinstance(value, list) else [value]:
+        total += len(one) if isinstance(one, list) else max(len(one) // 3, 1) if isinstance(one, str) else 1
+    return total

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from router.accounting.budgets import BudgetUnknownError, NoPriceError, OverBudgetError
 from router.api.asgi import CODINGS, ClientGoneError, ForeignHostError, ForeignPageError, UnknownCodingError, context_of
@@ -42,11 +44,6 @@ from router.upstream.errors import (
     UpstreamError,
 )
 from tiers.errors import NotPossibleError, UnknownReplicaError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from starlette.types import Scope
 
 log = logging.getLogger(f"qarr.{__name__}")
 MEDIA_TYPE = "application/problem+json"
@@ -86,23 +83,18 @@ class DrainingError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error as the caller sees it.
-
-    Attributes:
-        kind: The last part of the problem's type and, with underscores, OpenAI's code.
-        openai: Status and code under ``/v1``, if OpenAI's differ; Anthropic's status is the same.
-        headers: Additional headers.
-    """
+    """An error as the caller sees it."""
 
     status: int
-    kind: str
+    kind: str  # the last part of the problem's type and, with underscores, OpenAI's code
     title: str
     detail: str
     errors: tuple[FieldProblem, ...] = ()
     retry_after_s: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    # status and code under ``/v1``, if OpenAI's differ; Anthropic's status is the same
     openai: tuple[int, str] | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)  # additional headers
 
     def body(self, ids: Mapping[str, str]) -> dict[str, Any]:
         return {
@@ -119,7 +111,7 @@ class Problem:
         status, code = self.openai or (self.status, self.kind.replace("-", "_"))
         error = {
             "message": self._message(),
-            "type": _openai_type(status),
+            "type": _type(status, _TYPES, "server_error"),
             "param": self.errors[0].field if self.errors else None,
             "code": code,
         }
@@ -127,7 +119,7 @@ class Problem:
 
     def anthropic_body(self, ids: Mapping[str, str]) -> dict[str, Any]:
         status = self.openai[0] if self.openai else self.status
-        error = {"type": _anthropic_type(status), "message": self._message()}
+        error = {"type": _type(status, _TYPES | _ANTHROPICS, "api_error"), "message": self._message()}
         return {"type": "error", "error": error, "request_id": ids["request_id"]}
 
     def _message(self) -> str:
@@ -148,7 +140,6 @@ class Problem:
         return b"event: error\ndata: " + to_json(body)
 
     def response(self, context: RequestContext, form: ErrorForm) -> Response:
-        """Return the problem as a response in some form."""
         headers = {**context.headers, **self.headers}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
@@ -160,35 +151,29 @@ class Problem:
         return json_response(body, self.openai[0] if self.openai else self.status, headers)
 
 
-def _openai_type(status: int) -> str:
-    names = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-    return names.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}  # OpenAI's and Anthropic's
+_ANTHROPICS = {
+    404: "not_found_error", 408: "timeout_error", 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
 
 
-def _anthropic_type(status: int) -> str:
-    names = {
-        401: "authentication_error",
-        403: "permission_error",
-        404: "not_found_error",
-        408: "timeout_error",
-        413: "request_too_large",
-        429: "rate_limit_error",
-        503: "overloaded_error",
-        504: "timeout_error",
-    }
-    return names.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error")
+def _type(status: int, names: Mapping[int, str], of_server: str) -> str:
+    return names.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else of_server)
 
 
-_REFUSALS: dict[Refusal, tuple[HTTPStatus, str]] = {
-    Refusal.TOO_LONG: (HTTPStatus.UNPROCESSABLE_ENTITY, "The request fits no tier's context"),
-    Refusal.NOT_READY: (HTTPStatus.SERVICE_UNAVAILABLE, "No tier that could serve this is ready"),
-    Refusal.AT_CAPACITY: (HTTPStatus.SERVICE_UNAVAILABLE, "Every tier that could serve this is full"),
-    Refusal.SLA_UNMET: (HTTPStatus.SERVICE_UNAVAILABLE, "No tier can meet the required SLA now"),
-    Refusal.UNSUPPORTED: (HTTPStatus.UNPROCESSABLE_ENTITY, "No tier that could serve this takes one of its parameters"),
-    Refusal.NO_ADAPTER: (HTTPStatus.UNPROCESSABLE_ENTITY, "No tier that could serve this offers the adapter"),
-    Refusal.EXCLUDED: (HTTPStatus.BAD_REQUEST, "The request excludes every tier that could serve it"),
-    Refusal.NOT_ALLOWED: (HTTPStatus.FORBIDDEN, "The key does not allow a tier that could serve this"),
-}
+# Status, title, and under ``/v1`` status and code, if OpenAI's differ.
+_REFUSALS: dict[Refusal, tuple[int, str, tuple[int, str] | None]] = {
+    Refusal.TOO_LONG: (422, "The request fits no tier's context", (400, "context_length_exceeded")),
+    Refusal.NOT_READY: (503, "No tier that could serve this is ready", None),
+    Refusal.AT_CAPACITY: (503, "Every tier that could serve this is full", None),
+    Refusal.SLA_UNMET: (503, "No tier can meet the required SLA now", None),
+    Refusal.UNSUPPORTED: (
+        422, "No tier that could serve this takes one of its parameters", (400, "unsupported_parameter")
+    ),
+    Refusal.NO_ADAPTER: (422, "No tier that could serve this offers the adapter", (404, "model_not_found")),
+    Refusal.EXCLUDED: (400, "The request excludes every tier that could serve it", None),
+    Refusal.NOT_ALLOWED: (403, "The key does not allow a tier that could serve this", None),
+}  # fmt: skip
 
 
 def describe(error: Exception) -> Problem:
@@ -200,7 +185,6 @@ def describe(error: Exception) -> Problem:
 
 
 def is_known(error: Exception) -> bool:
-    """Tell whether an exception is one that the router means to raise."""
     return isinstance(error, (ClientGoneError, *PROBLEMS))
 
 
@@ -212,7 +196,6 @@ def refusal(error: Exception, path: str) -> Response:
 
 
 def response_to(error: Exception, scope: Scope) -> Response:
-    """Return the response to a request that has ended with an exception."""
     if isinstance(error, ClientGoneError):
         return Response(status_code=CLIENT_GONE)
     form, context = error_form(scope["path"]), context_of(scope)
@@ -224,39 +207,12 @@ def response_to(error: Exception, scope: Scope) -> Response:
     return describe(error).response(context, form)
 
 
-def _plain(
-    status: int, kind: str, title: str, *, retry_after_s: int | None = None, headers: Mapping[str, str] | None = None
-) -> Callable[[Exception], Problem]:
-    return lambda error: Problem(status, kind, title, str(error), retry_after_s=retry_after_s, headers=headers or {})
+def _plain(status: int, kind: str, title: str, **more: Any) -> Callable[[Exception], Problem]:
+    return lambda error: Problem(status, kind, title, str(error), **more)
 
 
-def _invalid_body(error: InvalidBodyError) -> Problem:
-    return Problem(400, "invalid-request", "The request body is not valid", str(error), error.problems)
-
-
-def _unauthorized(error: UnauthorizedError) -> Problem:
-    code, challenge = (401, "invalid_api_key"), {"www-authenticate": "Bearer"}
-    return Problem(401, "unauthorized", "A valid key is needed", str(error), openai=code, headers=challenge)
-
-
-def _beyond_key(error: BeyondKeyError) -> Problem:
-    beyond = FieldProblem(error.field, f"{error.asked} is beyond this key", error.allowed)
-    return Problem(403, "beyond-key", "The key does not allow this", str(error), (beyond,))
-
-
-def _body_too_large(error: BodyTooLargeError) -> Problem:
-    allowed = FieldProblem("body", str(error), f"at most {error.limit} bytes")
-    return Problem(413, "body-too-large", "The request body is too large", str(error), (allowed,))
-
-
-def _engine_refused(error: EngineRefusedError) -> Problem:
-    wrong = FieldProblem("prompt", error.detail, "what the engine accepts")
-    return Problem(422, "engine-refused", "The engine refused the request", error.detail, (wrong,))
-
-
-def _no_slot(error: NoSlotError) -> Problem:
-    status, title = _REFUSALS[Refusal.AT_CAPACITY]
-    return Problem(int(status), "at-capacity", title, str(error), retry_after_s=BUSY_RETRY_S)
+def _at(status: int, kind: str, title: str, wrong: Callable[[Any], FieldProblem]) -> Callable[[Exception], Problem]:
+    return lambda error: Problem(status, kind, title, str(error), (wrong(error),))
 
 
 def _no_engine_answered(error: NoEngineAnsweredError) -> Problem:
@@ -291,23 +247,15 @@ def _over_budget(error: OverBudgetError) -> Problem:
 
 def _refused(decision: Decision) -> Problem:
     assert decision.refusal is not None
-    status, title = _REFUSALS[decision.refusal]
+    status, title, openai = _REFUSALS[decision.refusal]
     after_s = decision.retry_after_s
     retry = None if after_s is None else min(max(math.ceil(after_s), 1), LONGEST_RETRY_S)
     errors: tuple[FieldProblem, ...] = ()
-    openai = None
     if decision.refusal is Refusal.TOO_LONG:
-        tokens, output = decision.query.prompt_tokens, decision.query.max_tokens
-        text = f"{tokens} tokens, and the answer may have {output}"
+        text = f"{decision.query.prompt_tokens} tokens, and the answer may have {decision.query.max_tokens}"
         errors = (FieldProblem("prompt", text, f"prompt and output within one tier's context: {decision.reason}"),)
-        openai = (400, "context_length_exceeded")
-    if decision.refusal is Refusal.UNSUPPORTED:
-        openai = (400, "unsupported_parameter")
-    if decision.refusal is Refusal.NO_ADAPTER:
-        openai = (404, "model_not_found")
     kind = decision.refusal.value.replace("_", "-")
-    tiers = render_estimates(decision)
-    return Problem(int(status), kind, title, decision.reason, errors, retry, {"tiers": tiers}, openai)
+    return Problem(status, kind, title, decision.reason, errors, retry, {"tiers": render_estimates(decision)}, openai)
 
 
 def _http(error: HTTPException) -> Problem:
@@ -323,21 +271,35 @@ def _http(error: HTTPException) -> Problem:
 
 # A subclass without a row of its own has its parent's.
 PROBLEMS: dict[type[BaseException], Callable[[Any], Problem]] = {
-    InvalidBodyError: _invalid_body,
-    BodyTooLargeError: _body_too_large,
+    InvalidBodyError: lambda error: Problem(
+        400, "invalid-request", "The request body is not valid", str(error), error.problems
+    ),
+    BodyTooLargeError: _at(
+        413, "body-too-large", "The request body is too large",
+        lambda error: FieldProblem("body", str(error), f"at most {error.limit} bytes"),
+    ),
     UnknownCodingError: _plain(
         415, "unknown-coding", "The request body cannot be decoded", headers={"accept-encoding": ", ".join(CODINGS)}
     ),
-    UnauthorizedError: _unauthorized,
+    UnauthorizedError: _plain(
+        401, "unauthorized", "A valid key is needed",
+        openai=(401, "invalid_api_key"), headers={"www-authenticate": "Bearer"},
+    ),
     IssuerUnreachableError: _plain(503, "issuer-away", "The token cannot be checked now", retry_after_s=ISSUER_RETRY_S),
     BudgetUnknownError: _plain(503, "budget-unknown", "The budget's use is not known", retry_after_s=BUSY_RETRY_S),
-    BeyondKeyError: _beyond_key,
+    BeyondKeyError: _at(
+        403, "beyond-key", "The key does not allow this",
+        lambda error: FieldProblem(error.field, f"{error.asked} is beyond this key", error.allowed),
+    ),
     OverQuotaError: _over_quota,
     OverBudgetError: _over_budget,
     NoPriceError: _plain(503, "no-price", "The key's budget cannot be kept"),
     RequestRefusedError: lambda error: _refused(error.decision),
-    EngineRefusedError: _engine_refused,
-    NoSlotError: _no_slot,
+    EngineRefusedError: _at(
+        422, "engine-refused", "The engine refused the request",
+        lambda error: FieldProblem("prompt", error.detail, "what the engine accepts"),
+    ),
+    NoSlotError: _plain(503, "at-capacity", _REFUSALS[Refusal.AT_CAPACITY][1], retry_after_s=BUSY_RETRY_S),
     HTTPException: _http,
     NotAdminError: _plain(403, "not-admin", "This needs a key for operators"),
     UnknownReplicaError: _plain(404, "replica-not-found", "There is no such replica or operation"),
@@ -365,4 +327,4 @@ PROBLEMS: dict[type[BaseException], Callable[[Any], Problem]] = {
     NoEngineAnsweredError: _no_engine_answered,
     EngineBrokeError: _plain(502, "stream-broken", "The answer is incomplete: its engine failed"),
     UpstreamError: _plain(502, "upstream-error", "The engine failed"),
-}
+}  # fmt: skip

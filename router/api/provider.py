@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from router.api.bodies import FieldProblem, InvalidBodyError, ProviderBody, problems_of, provider_allowed
+from router.api.bodies import FieldProblem, InvalidBodyError, ProviderBody, Rules, problems_of, provider_allowed
+from router.pipeline.request import RoutingOptions
+from router.upstream.json_object import JsonObject
+from tiers.fleet import Fleet
 from tiers.quantization import quantizations_of
-from tiers.spec import UNKNOWN, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from router.api.bodies import Rules
-    from router.pipeline.request import RoutingOptions
-    from router.upstream.json_object import JsonObject
-    from tiers.fleet import Fleet
-    from tiers.spec import TierSpec
+from tiers.spec import UNKNOWN, TierName, TierSpec
 
 
 def provider_of(document: JsonObject, rules: Rules) -> ProviderBody | None:
     """Return the ``provider`` object of a body that is passed on.
 
-    Raises:
-        InvalidBodyError: It is not valid, or asks for what cannot be honoured here.
+    ``InvalidBodyError``: it is not valid, or asks for what cannot be honoured here.
     """
     given = document.get("provider")
     if given is None:
@@ -39,8 +32,7 @@ def provider_of(document: JsonObject, rules: Rules) -> ProviderBody | None:
 def with_provider(options: RoutingOptions, provider: ProviderBody | None, fleet: Fleet) -> RoutingOptions:
     """Return routing options with those of a ``provider`` object.
 
-    Raises:
-        InvalidBodyError: No tier has a precision that it allows, or it contradicts the other options.
+    ``InvalidBodyError``: no tier has a precision that it allows, or it contradicts the other options.
     """
     if provider is None:
         return options

@@ -10,18 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
+
+from starlette.types import Send
 
 from router.aio import Signal
 from router.api.asgi import body_message
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-    from typing import Any
-
-    from starlette.types import Send
-
-    from router.server.settings import ServerSettings
+from router.server.settings import ServerSettings
 
 log = logging.getLogger(f"qarr.{__name__}")
 REMEMBERED = 1000  # ids of ended streams, to tell them from unknown ids
@@ -44,26 +40,18 @@ class ResumedElsewhereError(Exception):
 
 
 class ResumableStream:
-    """One stream and its kept events. Events are numbered from 1.
-
-    Attributes:
-        id: Secret: only the caller knows it.
-        owner: Id of the caller's key.
-        headers: Of the answer; None until it begins.
-        oldest: Number of the oldest kept event.
-        over: Whether the last event has been made.
-    """
+    """One stream and its kept events. Events are numbered from 1."""
 
     __slots__ = (
-        "_ending", "_events", "_expiry", "_fault", "_max_bytes", "_news", "_reader", "_room", "_size", "_taken",
-        "_waiting", "headers", "id", "oldest", "over", "owner", "task",
+        "_ending", "_events", "_expiry", "_fault", "_max_bytes", "_room", "_size", "_taken",
+        "_waiting", "headers", "id", "news", "oldest", "over", "owner", "reader", "task",
     )  # fmt: skip
 
     def __init__(self, owner: str, max_bytes: int) -> None:
-        self.id = secrets.token_urlsafe(12)
-        self.owner = owner
-        self.headers: Mapping[str, str] | None = None
-        self.over = False
+        self.id = secrets.token_urlsafe(12)  # secret: only the caller knows it
+        self.owner = owner  # id of the caller's key
+        self.headers: Mapping[str, str] | None = None  # of the answer; None until it begins
+        self.over = False  # whether the last event has been made
         self.task: asyncio.Task[None] | None = None
         self._expiry: asyncio.TimerHandle | None = None
         self._max_bytes = max_bytes
@@ -71,24 +59,19 @@ class ResumableStream:
         self._waiting: list[bytes] = []  # for room
         self._ending = False
         self._size = self._taken = 0
-        self.oldest = 1
-        self._reader: object | None = None
+        self.oldest = 1  # number of the oldest kept event
+        self.reader: object | None = None
         self._fault: Exception | None = None
-        self._news, self._room = Signal(), Signal()
+        self.news, self._room = Signal(), Signal()
 
     @property
     def newest(self) -> int:
         """Return the number of the newest event; 0 before the first."""
         return self.oldest + len(self._events) - 1
 
-    @property
-    def read(self) -> bool:
-        return self._reader is not None
-
     def begin(self, headers: Mapping[str, str]) -> None:
-        """Set the answer's headers: it begins."""
         self.headers = headers
-        self._news.set()
+        self.news.set()
 
     def feed(self, events: Sequence[bytes]) -> bool:
         """Keep events, which have no ids yet; tell whether there is room for more."""
@@ -102,7 +85,6 @@ class ResumableStream:
             await self._room.wait()
 
     async def end(self, events: Sequence[bytes]) -> None:
-        """Keep the last events."""
         self._ending = True
         self._waiting += events
         await self.drain()
@@ -119,13 +101,13 @@ class ResumableStream:
             self._events.append(event)
             self._size += len(event)
             self.over = self._ending and not self._waiting
-            self._news.set()
+            self.news.set()
         return True
 
     def failed(self, error: Exception) -> None:
         """End the stream with an error; the first error counts."""
         self._fault = self._fault or error
-        self._news.set()
+        self.news.set()
 
     def wait_for_reader(self, expiry: asyncio.TimerHandle | None) -> None:
         """Replace the timer that drops the stream unless a connection reads it; None: stop the timer."""
@@ -133,29 +115,13 @@ class ResumableStream:
             self._expiry.cancel()
         self._expiry = expiry
 
-    def attach(self) -> object:
-        """Return a new reader; the previous one stops."""
-        self._reader = object()
-        self._news.set()
-        return self._reader
-
-    def detach(self, reader: object) -> bool:
-        """Stop reading; return whether the stream now has no reader."""
-        if self._reader is reader:
-            self._reader = None
-        return self._reader is None
-
     async def begun(self) -> Mapping[str, str]:
-        """Wait for the answer to begin, and return its headers.
-
-        Raises:
-            Exception: The error that kept it from beginning.
-        """
+        """Wait for the answer to begin, and return its headers; raise the error that kept it from beginning."""
         while self.headers is None:
             if self._fault is not None:
                 raise self._fault
-            self._news.clear()
-            await self._news.wait()
+            self.news.clear()
+            await self.news.wait()
         return self.headers
 
     async def relay(self, reader: object, after: int, send: Send) -> None:
@@ -168,7 +134,7 @@ class ResumableStream:
         """
         self._taken = min(self._taken, after)  # events that an earlier connection took may be lost with it
         while True:
-            if self._reader is not reader:
+            if self.reader is not reader:
                 raise ResumedElsewhereError("the stream was resumed on another connection, which has the rest")
             start = after + 1 - self.oldest
             if start < 0:
@@ -178,7 +144,7 @@ class ResumableStream:
                 after += len(batch)
                 last = self.over and after == self.newest
                 await send(body_message(b"".join(batch), more=not last))
-                if self._reader is reader:
+                if self.reader is reader:
                     self._taken = max(self._taken, after)
                 self._room.set()
                 if last:
@@ -186,8 +152,8 @@ class ResumableStream:
             elif self._fault is not None:
                 raise self._fault
             else:
-                self._news.clear()
-                await self._news.wait()
+                self.news.clear()
+                await self.news.wait()
 
 
 class ResumableStreams:
@@ -245,20 +211,22 @@ class ResumableStreams:
             ResumedElsewhereError: Another connection has taken over.
             Exception: The error that ended the stream, or kept it from beginning.
         """
-        reader = stream.attach()
+        stream.reader = reader = object()  # the previous one stops
+        stream.news.set()
         stream.wait_for_reader(None)
         try:
             await start(await stream.begun())
             await stream.relay(reader, after, send)
         finally:
-            if stream.detach(reader):
+            if stream.reader is reader:
+                stream.reader = None
+            if stream.reader is None:
                 if stream.headers is None:
                     self.drop(stream)  # its caller does not know its id
                 else:
                     self._wait_for_reader(stream)
 
     def _wait_for_reader(self, stream: ResumableStream) -> None:
-        """Drop a stream unless a connection reads it in time."""
         stream.wait_for_reader(asyncio.get_running_loop().call_later(self.bounds.resume_s, self.drop, stream))
 
     def drop(self, stream: ResumableStream) -> None:
@@ -289,8 +257,7 @@ class ResumableStreams:
         return free > 0 or self._drop_unread(self._streams.values())
 
     def _drop_unread(self, streams: Iterable[ResumableStream]) -> bool:
-        """Drop the oldest stream that is over and has no reader; tell whether there was one."""
-        unread = next((stream for stream in streams if stream.over and not stream.read), None)
+        unread = next((stream for stream in streams if stream.over and stream.reader is None), None)
         if unread is not None:
             self.drop(unread)
         return unread is not None
@@ -302,6 +269,6 @@ async def _made(
     try:
         await work(stream)
     except Exception as error:
-        if not stream.read:
+        if stream.reader is None:
             log.error("request %s: its stream failed", request_id, exc_info=error)  # noqa: TRY400  otherwise nobody is told
         stream.failed(error)

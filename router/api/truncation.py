@@ -6,37 +6,29 @@ too long.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from classifier import TokenCounter
 from router.api.asgi import apart
 from router.api.openai_prompt import PART_TOKENS, SYSTEM_ROLES, is_ids, other_parts, text_of
+from router.pipeline.pipeline import Pipeline
+from router.pipeline.request import Call, Truncate
 from router.policy.decide import longest_context
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from classifier import TokenCounter
-    from router.pipeline.pipeline import Pipeline
-    from router.pipeline.request import Call, Truncate
-    from tiers.spec import TemplateTokens
+from tiers.spec import TemplateTokens
 
 CLOSE = 4  # tokens that a cut text may be shorter than it could be: nearer takes many more counts
 
 
 @dataclass(frozen=True, slots=True)
 class Cutter:
-    """What cuts one request.
-
-    Attributes:
-        before: Tokens of its longest prompt as it came.
-        room: Tokens that its prompt may have.
-    """
+    """What cuts one request."""
 
     how: Truncate
-    before: int
-    room: int
+    before: int  # tokens of its longest prompt as it came
+    room: int  # tokens that its prompt may have
     counter: TokenCounter
     template: TemplateTokens
 
@@ -48,7 +40,9 @@ class Cutter:
                 return text[len(text) - chars :]
             return text[: chars - chars // 2] + text[len(text) - chars // 2 :]
 
-        return piece(_largest(lambda chars: self._tokens(piece(chars)), len(text), most, self._tokens(text)))
+        return piece(
+            _largest(lambda chars: self.counter.count(piece(chars)), len(text), most, self.counter.count(text))
+        )
 
     def chat(self, messages: Sequence[dict[str, Any]], others: int) -> list[dict[str, Any]] | None:
         """Return a chat that fits beside ``others``, the tokens of tools; None: it cannot be cut so far."""
@@ -59,7 +53,7 @@ class Cutter:
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
         """Return one prompt, and perhaps a system prompt before it, that fit; None: it cannot be cut so far."""
         *before, last = map(dict, messages)
-        beside = sum(self._tokens(message["content"]) for message in before)
+        beside = sum(self.counter.count(message["content"]) for message in before)
         text = self.text(last["content"], self.room - beside - self._added((*before, last)[0], len(before) + 1))
         return [*before, {**last, "content": text}] if text else None
 
@@ -82,7 +76,11 @@ class Cutter:
     def _shorter(
         self, messages: Sequence[dict[str, Any]], sizes: Sequence[int], others: int
     ) -> list[dict[str, Any]] | None:
-        texts = [(self._tokens(m["content"]), n) for n, m in enumerate(messages) if _is_cuttable(m)]
+        texts = [
+            (self.counter.count(m["content"]), n)
+            for n, m in enumerate(messages)
+            if isinstance(m.get("content"), str) and m.get("role") not in SYSTEM_ROLES
+        ]
         if not texts:
             return None
         tokens, number = max(texts)
@@ -100,10 +98,9 @@ class Cutter:
         """Return a message's tokens, as ``openai_prompt.read_chat`` counts them."""
         calls = "".join([str(message[key]) for key in ("tool_calls", "function_call") if message.get(key)])
         content = message.get("content")
-        return self._tokens(text_of(content)) + self._tokens(calls) + PART_TOKENS * len(other_parts(content))
-
-    def _tokens(self, text: str) -> int:
-        return self.counter.count(text)
+        return (
+            self.counter.count(text_of(content)) + self.counter.count(calls) + PART_TOKENS * len(other_parts(content))
+        )
 
     def disclosed(self, call: Call, messages: int) -> str:
         """Return what is told of a call that was cut: how many tokens and messages were dropped."""
@@ -163,7 +160,3 @@ def _droppable(messages: Sequence[dict[str, Any]]) -> list[range]:
     turns = [n for n in range(head, last) if n == head or roles[n] == "user"]
     steps = [n for n in range(last + 1, len(roles)) if n == last + 1 or roles[n] not in {"tool", "function"}]
     return [range(start, end) for bounds in ([*turns, last], steps) for start, end in pairwise(bounds)]
-
-
-def _is_cuttable(message: dict[str, Any]) -> bool:
-    return isinstance(message.get("content"), str) and message.get("role") not in SYSTEM_ROLES

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
 
-from router.auth.api_keys import ANONYMOUS, KeyExpiredError, KeysError, UnauthorizedError, hash_key, read_key_file
+from router.auth.api_keys import (
+    ANONYMOUS,
+    Caller,
+    KeyExpiredError,
+    KeysError,
+    TeamRecord,
+    UnauthorizedError,
+    hash_key,
+    read_key_file,
+)
 from router.auth.tokens import MOST_TOKEN_CHARS, Tokens
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from router.auth.api_keys import Caller, TeamRecord
-    from router.settings import Settings
+from router.settings import Settings
 
 log = logging.getLogger(f"qarr.{__name__}")
 RELOAD_S = 1.0  # a change of the file takes effect within this time
@@ -23,16 +27,10 @@ LOOK_S = 1.0  # between two looks at whether the issuer's keys must be read agai
 
 
 class KeyStore:
-    """The keys of one file, and the tokens of an issuer.
+    """The keys and teams of one file, and the tokens of an issuer, if there is one.
 
-    Requests need one as soon as there is an issuer or the file exists, even when all its keys are revoked.
-
-    Attributes:
-        tokens: None: there is no issuer.
-        teams: Those of the file, by name.
-
-    Raises:
-        KeysError: The file exists and cannot be used.
+    Requests need one as soon as there is an issuer or the file exists, even when all its keys are revoked. A file that
+    exists and cannot be used raises ``KeysError``.
     """
 
     def __init__(self, path: Path, tokens: Tokens | None = None) -> None:
@@ -63,7 +61,6 @@ class KeyStore:
 
     @property
     def notes(self) -> list[str]:
-        """What an operator should know of who gets in."""
         away = self.tokens is not None and (self.tokens.fault or not self.tokens.in_force)
         return ["the keys of the tokens' issuer (jwt.jwks) cannot be read"] if away else []
 
@@ -72,12 +69,9 @@ class KeyStore:
         return self.tokens is None or self.tokens.in_force
 
     def find(self, key: str) -> Caller:
-        """Return the caller with a key or token.
+        """Return the caller with a key or token; ``UnauthorizedError``: it is not known, was revoked, or has expired.
 
         The time that it takes tells nothing about the keys: only hashes are looked up, which a sender cannot choose.
-
-        Raises:
-            UnauthorizedError: It is not known, was revoked, or has expired.
         """
         self._refresh()
         if self.tokens is not None and key.count(".") == 2 and len(key) <= MOST_TOKEN_CHARS:  # noqa: PLR2004
@@ -99,12 +93,10 @@ class KeyStore:
         return not expired and caller in self._callers.values()
 
     async def renew(self) -> None:
-        """Learn new keys of the issuer; see ``Tokens.renew``."""
         if self.tokens is not None:
             await self.tokens.renew()
 
     async def run(self) -> None:
-        """Keep the issuer's keys up to date, until cancelled."""
         try:
             while True:
                 if self.tokens is not None:
@@ -149,9 +141,5 @@ def _state_of(path: Path) -> tuple[int, int, int] | None:
 
 
 def open_access(settings: Settings) -> KeyStore:
-    """Return who may use the router.
-
-    Raises:
-        KeysError: The key file, or a file of the issuer's keys, cannot be used.
-    """
+    """Return who may use the router; ``KeysError``: the key file, or a file of the issuer's keys, cannot be used."""
     return KeyStore(settings.auth.keys_file, Tokens(settings.jwt) if settings.jwt.issuer else None)

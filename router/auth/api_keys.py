@@ -10,20 +10,18 @@ import hashlib
 import os
 import secrets
 import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from router.policy.decision import Priority  # noqa: TC001  pydantic reads it
+from router.policy.decision import Priority
 from router.policy.profiles import first_fault
-from tiers.spec import TierName  # noqa: TC001  pydantic reads it
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+from tiers.spec import TierName
 
 PREFIX = "qarr-"
 MICRO = 1_000_000  # amounts of budgets are millionths of an engine-second and of the currency
@@ -86,46 +84,31 @@ class Limit(NamedTuple):
 
 
 class Account(NamedTuple):
-    """What has budgets: a key, or a team whose keys share them.
+    """What has budgets: a key, or a team whose keys share them."""
 
-    Attributes:
-        id: ``key:`` and the key's id, or ``team:`` and the team's name.
-        title: For its callers.
-    """
-
-    id: str
-    title: str
+    id: str  # ``key:`` and the key's id, or ``team:`` and the team's name
+    title: str  # for its callers
     limits: tuple[Limit, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sends a request, and what the key allows.
+    """Who sends a request, and what the key allows."""
 
-    Attributes:
-        key_id: Names the key in logs; not secret. Empty for callers without a key.
-        tiers: That it may use; None: all.
-        over: What happens to a hint or priority beyond what is allowed: lowered and disclosed, or refused.
-        admin: May operate on replicas, and see everybody's requests.
-        team: That the key belongs to; empty: none.
-        accounts: Whose budgets its requests count against: its own, and its team's.
-        over_budget: What happens to a request beyond them: it is refused, or only the cheapest tier may serve it.
-        expires: When the key ends to be valid; None: never.
-        overflow: Whether its prompts may leave the fleet when every tier is full.
-    """
-
-    key_id: str
+    key_id: str  # names the key in logs; not secret. Empty for callers without a key
     name: str
-    tiers: frozenset[TierName] | None = None
+    tiers: frozenset[TierName] | None = None  # that it may use; None: all
+    # what happens to a hint or priority beyond what is allowed: lowered and disclosed, or refused
     over: Literal["clamp", "refuse"] = "clamp"
     max_priority: Priority = "interactive"
     quota: Quota | None = None
-    admin: bool = False
-    team: str = ""
-    accounts: tuple[Account, ...] = ()
+    admin: bool = False  # may operate on replicas, and see everybody's requests
+    team: str = ""  # that the key belongs to; empty: none
+    accounts: tuple[Account, ...] = ()  # whose budgets its requests count against: its own, and its team's
+    # what happens to a request beyond them: it is refused, or only the cheapest tier may serve it
     over_budget: Literal["refuse", "cheapest"] = "refuse"
-    expires: datetime | None = None
-    overflow: bool = False
+    expires: datetime | None = None  # when the key ends to be valid; None: never
+    overflow: bool = False  # whether its prompts may leave the fleet when every tier is full
 
     @property
     def sees_all(self) -> bool:
@@ -133,7 +116,6 @@ class Caller:
         return self.admin or not self.key_id
 
     def sees(self, key_id: str) -> bool:
-        """Tell whether the caller may see the requests of a key."""
         return self.sees_all or key_id == self.key_id
 
 
@@ -175,7 +157,6 @@ class TeamRecord(Budget):
 
     @property
     def account(self) -> Account:
-        """What its keys' requests count against."""
         return Account(f"team:{self.name}", f"team {self.name}", self.limits())
 
 
@@ -250,7 +231,6 @@ Record = TypeVar("Record", KeyRecord, TeamRecord)
 
 
 def hash_key(key: str) -> str:
-    """Return a key's hash as the file keeps it."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -261,8 +241,7 @@ def read_keys(path: Path) -> tuple[KeyRecord, ...]:
 def read_key_file(path: Path) -> KeyFile:
     """Return the keys of a file, revoked ones too, and its teams; none if there is no file.
 
-    Raises:
-        KeysError: The file cannot be read, or is no key file.
+    ``KeysError``: the file cannot be read, or is no key file.
     """
     try:
         return KeyFile.model_validate_json(path.read_bytes())
@@ -275,13 +254,10 @@ def read_key_file(path: Path) -> KeyFile:
 
 
 def add_key(path: Path, name: str, **rights: object) -> tuple[str, KeyRecord]:
-    """Make a key with rights (fields of ``KeyRecord``) and add it to the file; a missing file is made.
+    """Make a key with rights (fields of ``KeyRecord``), and add it to the file; a missing file is made.
 
-    Returns:
-        The key, which is stored nowhere, and its record.
-
-    Raises:
-        KeysError: The name is taken, a right is not valid, or the file cannot be used.
+    Return the key, which is stored nowhere, and its record. ``KeysError``: the name is taken, a right is not valid, or the
+    file cannot be used.
     """
     key = PREFIX + secrets.token_urlsafe(32)
     fields = {"id": secrets.token_hex(4), "name": name, "sha256": hash_key(key), "created": datetime.now(UTC)}
@@ -296,11 +272,7 @@ def add_key(path: Path, name: str, **rights: object) -> tuple[str, KeyRecord]:
 
 
 def set_team(path: Path, name: str, **budget: float | None) -> TeamRecord:
-    """Make a team, or replace its budgets (fields of ``Budget``).
-
-    Raises:
-        KeysError: A budget or the name is not valid, or the file cannot be used.
-    """
+    """Make a team, or replace its budgets (fields of ``Budget``); ``KeysError`` as with ``add_key``."""
     team = _valid(TeamRecord, {"name": name, **budget})
     with _changing(path) as file:
         file.teams = (*(each for each in file.teams or () if each.name != name), team)
@@ -308,11 +280,7 @@ def set_team(path: Path, name: str, **budget: float | None) -> TeamRecord:
 
 
 def revoke_key(path: Path, id_or_name: str) -> KeyRecord:
-    """Revoke a key. Its record stays, so that logs can still be read.
-
-    Raises:
-        KeysError: There is no such key in force.
-    """
+    """Revoke a key; ``KeysError``: there is none in force. Its record stays, so that logs can still be read."""
     with _changing(path) as file:
         found = [k for k in file.keys if k.revoked is None and id_or_name in {k.id, k.name}]
         if not found:

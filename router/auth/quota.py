@@ -16,18 +16,15 @@ import math
 import secrets
 import time
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from router.aio import Finishing, end_tasks
+from router.auth.api_keys import Caller, Quota
 from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, RedisClock, connect, outage
 from tiers.background import Faults
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from router.auth.api_keys import Caller, Quota
 
 log = logging.getLogger(f"qarr.{__name__}")
 WINDOW_S = 60
@@ -45,13 +42,7 @@ _LIMITS: dict[Resource, tuple[str, str]] = {  # of a quota: the name, and the un
 
 
 class OverQuotaError(Exception):
-    """A key's quota is used up.
-
-    Attributes:
-        resource: Which of its limits.
-        limit: How much it allows.
-        retry_after_s: Seconds until the quota allows the request; None: the request is larger than the quota itself.
-    """
+    """A key's quota is used up; ``retry_after_s`` None: the request is larger than the quota itself."""
 
     def __init__(self, resource: Resource, limit: int, asked: int, retry_after_s: float | None) -> None:
         text = f"this key allows {limit} {_LIMITS[resource][1]}"
@@ -60,38 +51,24 @@ class OverQuotaError(Exception):
 
 
 class QuotaState(NamedTuple):
-    """What a key has used of its quota, after a request was admitted or denied.
+    """What a key has used of its quota, after a request was admitted or denied."""
 
-    Attributes:
-        denied: The limit that the request would break; None: it is admitted.
-        requests: In the window.
-        tokens: In the window, taken in advance or used.
-        wait_s: Seconds until the denied resource suffices; of an admitted request, until the window is empty.
-        second: The ledger's second in which the request was counted.
-    """
-
-    denied: Resource | None
-    requests: int
-    tokens: int
-    wait_s: float
-    second: int
+    denied: Resource | None  # the limit that the request would break; None: it is admitted
+    requests: int  # in the window
+    tokens: int  # in the window, taken in advance or used
+    wait_s: float  # seconds until the denied resource suffices; of an admitted request, until the window is empty
+    second: int  # the ledger's second in which the request was counted
 
 
 class Refund(NamedTuple):
-    """What a request took and gives back to a ledger: its slot, and of a second's counts what was not used.
-
-    Attributes:
-        second: The ledger's second in which it was taken; None: not known, because Redis' answer did not come.
-        tokens: Below 0: more were used than taken; they count in the present second.
-        due: When it is certain whether Redis took it, by the monotonic clock.
-    """
+    """What a request took and gives back to a ledger: its slot, and of a second's counts what was not used."""
 
     key_id: str
-    second: int | None
+    second: int | None  # the ledger's second in which it was taken; None: not known, because Redis' answer did not come
     requests: int
-    tokens: int
+    tokens: int  # below 0: more were used than taken; they count in the present second
     slot: str
-    due: float = 0.0
+    due: float = 0.0  # when it is certain whether Redis took it, by the monotonic clock
 
 
 @dataclass(slots=True, eq=False)
@@ -127,10 +104,9 @@ class Quotas:
         self._renew_at = 0.0
 
     async def enter(self, caller: Caller, tokens: int, headers: dict[str, str]) -> QuotaGrant | None:
-        """Admit a request; None for a caller without limits. ``headers`` gets ``x-ratelimit-*``, also when it is denied.
+        """Admit a request, or raise ``OverQuotaError``; None for a caller without limits.
 
-        Raises:
-            OverQuotaError: The quota does not allow the request now.
+        ``headers`` gets ``x-ratelimit-*``, also when it is denied.
         """
         quota = caller.quota
         if quota is None:
@@ -394,11 +370,7 @@ class RedisLedger:
         self._give_back = self._redis.register_script(_GIVE_BACK)
 
     async def acquire(self, key_id: str, quota: Quota, tokens: int, slot: str) -> QuotaState:
-        """Take a request, tokens and a slot, all or nothing; nothing once ``REDIS_TIMEOUT_S`` have passed.
-
-        Raises:
-            TimeoutError: It was too late, by Redis' clock.
-        """
+        """Take a request, tokens and a slot, all or nothing; ``TimeoutError`` once ``REDIS_TIMEOUT_S`` have passed."""
         due = time.monotonic() + REDIS_TIMEOUT_S
         numbers = [-1 if limit is None else limit for limit in quota]
         for _ in range(2):  # where Redis' clock was set ahead, the second try knows it
@@ -418,7 +390,6 @@ class RedisLedger:
         await self._give_back(keys=_names(unused.key_id), args=numbers)
 
     async def renew(self, slots: Mapping[str, str]) -> None:
-        """Extend the leases of slots, each with its key's id."""
         seconds, microseconds = await self._redis.time()
         until = seconds + microseconds / 1e6 + LEASE_S
         async with self._redis.pipeline(transaction=False) as pipe:

@@ -13,11 +13,12 @@ import json
 import logging
 import re
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import jwt
@@ -32,12 +33,8 @@ from router.auth.api_keys import (
     UnauthorizedError,
     UnknownSignerError,
 )
+from router.auth.settings import JwtSettings
 from router.policy.profiles import first_fault
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from router.auth.settings import JwtSettings
 
 log = logging.getLogger(f"qarr.{__name__}")
 AGAIN_S = 10.0  # least time between two fetches
@@ -71,11 +68,7 @@ class IssuerError(KeysError):
 class Tokens:
     """Checks the tokens of one issuer, by a monotonic clock. One event loop owns it.
 
-    Attributes:
-        fault: Why its keys could not be read the last time; empty: they could.
-
-    Raises:
-        KeysError: The keys are in a file that cannot be used.
+    Keys in a file that cannot be used raise ``KeysError``.
     """
 
     def __init__(self, settings: JwtSettings, now: Callable[[], float] = time.monotonic) -> None:
@@ -85,7 +78,7 @@ class Tokens:
         self._signers: dict[str | None, Signer] = {}
         self._read_at: float | None = None  # when the keys were last read, by the monotonic clock
         self._tried_at: float | None = None
-        self.fault = ""
+        self.fault = ""  # why its keys could not be read the last time; empty: they could
         self._fetching: asyncio.Task[None] | None = None
         self._known: dict[bytes, tuple[float, Caller]] = {}  # when it expires, by a token's hash
         self._teams = NO_TEAMS
@@ -93,12 +86,7 @@ class Tokens:
             self._take(self._read_file())
 
     def find(self, token: str, teams: Mapping[str, TeamRecord] = NO_TEAMS) -> Caller:
-        """Return a token's caller.
-
-        Raises:
-            UnauthorizedError: The token is not valid; the text says why, without the token.
-            UnknownSignerError: Its key is not known.
-        """
+        """Return a token's caller; ``UnauthorizedError`` says, without the token, why it is not valid."""
         digest, now = hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest(), time.time()
         if not self.in_force:
             raise IssuerUnreachableError("the keys of the tokens' issuer cannot be read now: ask again")
@@ -244,8 +232,7 @@ class Tokens:
 def parse(document: bytes, source: str) -> dict[str | None, Signer]:
     """Return a JWKS' public keys by their ids; secrets, which anybody who checks could sign with, are left out.
 
-    Raises:
-        IssuerError: It is none, or has no key that can be used.
+    ``IssuerError``: it is none, or has no key that can be used.
     """
     found: dict[str | None, Signer] = {}
     try:
@@ -261,11 +248,7 @@ def parse(document: bytes, source: str) -> dict[str | None, Signer]:
 
 
 async def fetch(url: str) -> bytes:
-    """Return what an issuer publishes.
-
-    Raises:
-        IssuerError: It does not answer as it should.
-    """
+    """Return what an issuer publishes; ``IssuerError``: it does not answer as it should."""
     data = b""
     try:
         async with (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -11,9 +12,6 @@ from router.cli.client import RouterApiClient, is_alone
 from router.cli.common import print_table, with_options
 from tiers.errors import OperationError
 from tiers.spec import TierName
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 LOAD_S = 300.0
 adapters_app = typer.Typer(help="Show the LoRA adapters of the running fleet; load and unload them.")

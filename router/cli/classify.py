@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path  # noqa: TC003  typer reads it
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from pydantic_core import to_json
 
-from classifier import explain, extract, load_second_look
+from classifier import PromptFeatures, TokenCounter, explain, extract, load_second_look
 from router.cli.client import KeyOption, RouterApiClient, UrlOption
 from router.cli.common import ConfigOption, err, fail, tier_settings
 from router.deployment.layout import make_counter, named_counter, prepare_options, tier_spec
@@ -19,17 +20,11 @@ from router.policy.decision import Query
 from router.policy.render import render_features
 from router.policy.table import policy_table
 from router.section import SettingsError
-from router.settings import load_settings
+from router.settings import Settings, load_settings
 from tiers.checkpoints.prepare import finished
 from tiers.errors import OperationError
 from tiers.snapshot import FleetSnapshot, ReplicaState, TierSnapshot
 from tiers.spec import ReplicaStatus, TemplateTokens
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from classifier import PromptFeatures
-    from router.settings import Settings
 
 
 def classify(
@@ -48,7 +43,8 @@ def classify(
     Where none answers, that of an idle fleet without measurements.
     """
     settings = load_settings(config)
-    counter = named_counter(tokenizer) if tokenizer is not None else make_counter(_prepared_folder(settings))
+    made = finished(prepare_options(settings)) if tokenizer is None else ()
+    counter = make_counter(made[0].path if made else None) if tokenizer is None else named_counter(tokenizer)
     if not counter.exact:
         err.print("no tokenizer yet ('qarr model prepare' makes one): tokens are estimated")
     router: RouterApiClient | None = None
@@ -58,13 +54,11 @@ def classify(
     except (OperationError, SettingsError) as error:
         router = None
         err.print(f"{error}", markup=False)
-    fleet, second = idle_fleet(settings), load_second_look()
+    fleet = idle_fleet(settings)
     policy = policy_table(settings.policy, [tier.spec for tier in fleet.tiers])
 
     def classified(prompt: str) -> dict[str, Any]:
-        features = extract(prompt, counter)
-        if features.doubtful and second is not None:
-            features = extract(prompt, counter, second=second.read(prompt))
+        features = again(prompt, extract(prompt, counter), counter)
         tier, reason = decided(prompt, features)
         why = {
             output: [(piece, round(weight, 2)) for piece, weight in pieces]
@@ -101,6 +95,12 @@ def idle_fleet(settings: Settings) -> FleetSnapshot:
     )
 
 
+def again(prompt: str, features: PromptFeatures, counter: TokenCounter) -> PromptFeatures:
+    """Return the features after a second look, where that may change them."""
+    second = load_second_look() if features.doubtful else None
+    return features if second is None else extract(prompt, counter, second=second.read(prompt))
+
+
 def _for_people(found: dict[str, Any]) -> str:
     """Return one line for each finding: with what weighed most for it, where the model tells."""
     code = " and ".join(
@@ -132,8 +132,3 @@ def _jsonl_prompts(stream: Any) -> Iterator[str]:
         if not isinstance(text, str):
             fail(f'line {number} of standard input: expected a JSON object with a "text" string')
         yield text
-
-
-def _prepared_folder(settings: Settings) -> Path | None:
-    found = finished(prepare_options(settings))
-    return found[0].path if found else None

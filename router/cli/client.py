@@ -5,21 +5,17 @@ from __future__ import annotations
 import ssl
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import httpx
 import typer
 
 from router.cli.common import ConfigOption, err, http_url, plain
 from router.section import SettingsError
-from router.settings import load_settings
+from router.server.settings import TlsSettings
+from router.settings import Settings, load_settings
 from tiers.errors import OperationError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from router.server.settings import TlsSettings
-    from router.settings import Settings
 
 TIMEOUT_S = 30.0
 KEY_NEEDED = "the router needs a key: give one with --key or in the variable QARR_KEY"
@@ -47,12 +43,7 @@ class RouterApiClient:
     def ask(
         self, path: str, method: str = "GET", body: dict[str, Any] | None = None, timeout_s: float = TIMEOUT_S
     ) -> dict[str, Any]:
-        """Return the JSON object with which the router answers a request.
-
-        Raises:
-            SettingsError: See ``find_router``.
-            OperationError: The router does not answer, or refuses.
-        """
+        """Return the JSON object with which the router answers, or raise ``OperationError``."""
         try:
             response = self.http.request(method, path, json=body, timeout=timeout_s)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -77,8 +68,7 @@ class RouterApiClient:
 def find_router(url: str, config: Path | None = None) -> tuple[str, ssl.SSLContext | bool]:
     """Return a running router's URL, by default that of the settings, and its trusted certificates; print the URL.
 
-    Raises:
-        SettingsError: The settings are not valid, or name no port.
+    ``SettingsError``: the settings are not valid, or name no port.
     """
     named = url.rstrip("/")
     if named.startswith("http:"):
@@ -93,7 +83,6 @@ def find_router(url: str, config: Path | None = None) -> tuple[str, ssl.SSLConte
 
 
 def own_url(settings: Settings) -> str:
-    """Return the URL at which a router with these settings answers on this machine."""
     host, scheme = settings.server.host, "http" if settings.tls.certificate is None else "https"
     host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
     return http_url(host, settings.server.port, scheme)
@@ -102,10 +91,8 @@ def own_url(settings: Settings) -> str:
 def trusted(settings: Settings, url: str = "") -> ssl.SSLContext | bool:
     """Return which certificates a router may show: of the settings' own router (no ``url``) only ``tls.certificate``.
 
-    It need not name the address. Other routers' are of the authorities of ``tls.ca``, or else of the system's.
-
-    Raises:
-        SettingsError: The file of authorities cannot be used.
+    It need not name the address. Other routers' are of the authorities of ``tls.ca`` (``SettingsError``: the file cannot be
+    used), or else of the system's.
     """
     tls = settings.tls
     if (url or own_url(settings)).startswith("http:"):
@@ -141,11 +128,7 @@ def load_own(context: ssl.SSLContext, tls: TlsSettings) -> None:
 
 
 def is_alone(context: typer.Context) -> bool:
-    """Tell whether a command has no subcommand.
-
-    Raises:
-        typer.BadParameter: It has one, and an option stands before that, which would not get it.
-    """
+    """Tell whether a command has no subcommand; ``typer.BadParameter``: an option before one would not reach it."""
     for name in context.params if context.invoked_subcommand is not None else ():
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -154,5 +137,4 @@ def is_alone(context: typer.Context) -> bool:
 
 
 def authorization(key: str) -> dict[str, str]:
-    """Return the headers that carry a key; none for an empty key."""
     return {"authorization": f"Bearer {key}"} if key else {}

@@ -65,11 +65,6 @@ def fail(text: str) -> NoReturn:
 
 
 def check_tier(tier: TierName, settings: Settings) -> None:
-    """Check that the settings have a tier.
-
-    Raises:
-        typer.BadParameter: They have not.
-    """
     if tier not in settings.tiers.names:
         raise typer.BadParameter(f"there is no tier {tier}: the settings have {', '.join(settings.tiers.names)}")
 
@@ -115,5 +110,4 @@ def print_table(table: Table, piped_width: int = 140) -> None:
 
 
 def http_url(host: str, port: int, scheme: str = "http") -> str:
-    """Return the URL of a host and port; an IPv6 address gets brackets."""
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

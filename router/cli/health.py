@@ -9,7 +9,7 @@ import httpx
 import typer
 
 from router.cli.client import UrlOption, load_own, own_url
-from router.cli.common import ConfigOption  # noqa: TC001  typer reads it
+from router.cli.common import ConfigOption
 from router.settings import load_settings
 
 TIMEOUT_S = 3.0

@@ -5,20 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from router.auth.api_keys import KeysError, add_key, read_keys, revoke_key, set_team
+from router.auth.api_keys import KeyRecord, KeysError, add_key, read_keys, revoke_key, set_team
 from router.cli.common import ConfigOption, check_tier, err, plain, print_table, with_options
 from router.cli.usage import keys_usage
-from router.settings import load_settings
+from router.settings import Settings, load_settings
 from tiers.spec import TierName
-
-if TYPE_CHECKING:
-    from router.auth.api_keys import KeyRecord
-    from router.settings import Settings
 
 _DURATION = re.compile(r"([1-9]\d{0,5})([dh])")
 _SPANS = {"d": "days", "h": "hours"}
@@ -161,11 +157,7 @@ def keys_revoke(
 
 
 def expiry(text: str, now: datetime) -> datetime:
-    """Return when a key ends to be valid: the end of a day in UTC, or some days or hours from now.
-
-    Raises:
-        KeysError: It is neither, or not in the future.
-    """
+    """Return when a key ends to be valid: the end of a day in UTC, or some days or hours from now, or ``KeysError``."""
     found = _DURATION.fullmatch(text)
     try:
         if found is not None:

@@ -12,10 +12,11 @@ import os
 import re
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import IO, Annotated, Literal, NamedTuple
 
 import typer
 
@@ -23,9 +24,6 @@ from router.cli.common import SHORTEST_ID, ConfigOption
 from router.settings import load_settings
 from router.telemetry.logs import escaped, request_line
 from tiers.errors import OperationError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 Level = Literal["debug", "info", "warning", "error", "critical"]
 LEVELS = ("debug", "info", "warning", "error", "critical")

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from router.cli.common import fail
 from router.removed import removed_argument
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 # Name → module and what stands for it there: a function, or an application with commands of its own.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -29,7 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "classify": ("classify", "classify"),
     "plan": ("plan", "plan"),
     "settings": ("show_settings", "show_settings"),
-    "reload": ("reload", "reload"),
+    "reload": ("show_settings", "reload"),
     "model": ("model", "model_app"),
     "keys": ("keys", "keys_app"),
     "profile": ("profile", "profile_app"),

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.table import Table
 
 from router.cli.client import UrlOption, find_router
 from router.cli.common import ConfigOption, Progress, print_table
-from router.policy.profiles import REFERENCE, ProfileError, load_latency
+from router.policy.profiles import REFERENCE, LatencyProfile, ProfileError, QualityProfile, load_latency
 from router.profiling.client import RouterClient
 from router.profiling.lm_eval import CLASSES, import_runs, read_classes
 from router.profiling.measure_latency import LatencyPlan, measure_latency
@@ -24,12 +24,7 @@ from router.profiling.tasks import SUITE, TASKS, read_tasks
 from router.settings import load_settings
 from tiers.spec import TierName
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from router.policy.profiles import Fit, LatencyProfile, QualityProfile
-    from router.profiling.client import FleetState
-
+T = TypeVar("T")
 profile_app = typer.Typer(help="Measure the loss and the speed of a running fleet's tiers.", no_args_is_help=True)
 
 
@@ -72,12 +67,11 @@ def profile_quality(
     if run_code:
         log("code that the model writes is run in a sandbox: no network, no files, 2 s and 512 MiB each")
 
-    async def measured() -> QualityProfile:
-        async with _connected(url, config) as client:
-            return await measure(client, plan, lambda step, done, total: log(f"{done} of {total}: {step}"))
+    def progress(step: str, done: int, total: int) -> None:
+        log(f"{done} of {total}: {step}")
 
     with only_one(folder):
-        profile = asyncio.run(measured())
+        profile = _connected(url, config, lambda client: measure(client, plan, progress))
         path = keep_quality(folder, profile)
     _show(profile)
     log(str(path))
@@ -108,12 +102,8 @@ def profile_import(
     known = {**(read_classes(classes) if classes else {}), **read_classes(CLASSES)}
     runs = [_tier_and_folder(text) for text in lm_eval]
 
-    async def running() -> FleetState:
-        async with _connected(url, config) as client:
-            return await client.fleet()
-
     with only_one(folder):
-        imported = import_runs(runs, known, asyncio.run(running()))
+        imported = import_runs(runs, known, _connected(url, config, RouterClient.fleet))
         path = keep_quality(folder, imported.profile)
     _show(imported.profile)
     for tier, samples in imported.unpaired.items():
@@ -143,12 +133,10 @@ def profile_latency(
     log = Progress()
     plan = LatencyPlan(step_s=step, tiers=tuple(tier or ()))
 
-    async def measured() -> LatencyProfile:
-        async with _connected(url, config) as client:
-            return await measure_latency(client, plan, lambda what, _done, _total: log(what))
-
     with only_one(folder):
-        profile = asyncio.run(measured())
+        profile = _connected(
+            url, config, lambda client: measure_latency(client, plan, lambda what, _done, _total: log(what))
+        )
         path = keep_latency(folder, profile)
     _show_latency(load_latency(path))
     log(str(path))
@@ -165,18 +153,21 @@ def _tier_and_folder(text: str) -> tuple[TierName | None, Path]:
         raise typer.BadParameter(f"{tier!r} is no tier's name", param_hint="--lm-eval") from None
 
 
-@asynccontextmanager
-async def _connected(url: str, config: Path | None) -> AsyncIterator[RouterClient]:
-    """Open a client of a router that does not measure itself at the moment."""
+def _connected(url: str, config: Path | None, work: Callable[[RouterClient], Coroutine[Any, Any, T]]) -> T:
+    """Return what work with a router gives, which does not measure itself at the moment."""
     url, verify = find_router(url, config)
-    async with RouterClient(url, os.environ.get("QARR_KEY", ""), verify=verify) as client:
-        measuring = (await client.fleet()).measuring
-        if measuring is not None:
-            raise ProfileError(
-                f"the router at {url} measures its {measuring} itself: wait until it is done ('qarr doctor' shows its "
-                f"progress), or start it with profile.auto = false"
-            )
-        yield client
+
+    async def run() -> T:
+        async with RouterClient(url, os.environ.get("QARR_KEY", ""), verify=verify) as client:
+            measuring = (await client.fleet()).measuring
+            if measuring is not None:
+                raise ProfileError(
+                    f"the router at {url} measures its {measuring} itself: wait until it is done ('qarr doctor' shows its "
+                    f"progress), or start it with profile.auto = false"
+                )
+            return await work(client)
+
+    return asyncio.run(run())
 
 
 def _show_latency(profile: LatencyProfile) -> None:
@@ -184,25 +175,20 @@ def _show_latency(profile: LatencyProfile) -> None:
     columns = ("TTFT", "fit off by %", "decode step", "fit off by %", "slower beside the others")
     table = Table("tier", *columns, box=None)
     for fit in profile.fits:
+        beyond = fit.step_ms_beyond_knee
+        knee = f" + {beyond:.3g} x (batch - {fit.step_knee}) beyond" if beyond else ""
         table.add_row(
             fit.tier,
             f"{fit.ttft_base_ms:.1f} + {fit.prefill_ms_per_token:.3g} x prompt tokens + {fit.ttft_steps:.2g} x step",
             f"{fit.ttft_error.median * 100:.0f} (p95 {fit.ttft_error.p95 * 100:.0f})",
-            f"{fit.step_base_ms:.1f} + {fit.step_ms_per_sequence:.3g} x batch" + _knee(fit),
+            f"{fit.step_base_ms:.1f} + {fit.step_ms_per_sequence:.3g} x batch{knee}",
             f"{fit.tpot_error.median * 100:.0f} (p95 {fit.tpot_error.p95 * 100:.0f})",
             f"x {1 + fit.contention:.1f}",
         )
     print_table(table)
 
 
-def _knee(fit: Fit) -> str:
-    if not fit.step_ms_beyond_knee:
-        return ""
-    return f" + {fit.step_ms_beyond_knee:.3g} x (batch - {fit.step_knee}) beyond"
-
-
 def _show(profile: QualityProfile) -> None:
-    """Print the losses by kind and tier, and the diagnoses by tier."""
     typer.echo(
         f"{profile.model}, measured with {profile.tasks}. Of the answers that {REFERENCE} or the tier gets right: worse, "
         "better, net."

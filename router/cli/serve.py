@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from enum import StrEnum
 from functools import partial
-from pathlib import Path  # noqa: TC003  typer reads it
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 import uvloop
 
+from router.auth.access import KeyStore
 from router.cli.common import (
     CalibrationOption,
     ConfigOption,
@@ -23,7 +25,7 @@ from router.cli.common import (
     plain,
     tier_settings,
 )
-from router.deployment.layout import engine_args, make_deployment, prepare_options
+from router.deployment.layout import Deployment, engine_args, make_deployment, prepare_options
 from router.deployment.listening import listen, open_keys
 from router.deployment.on_ray import make_ray_deployment
 from router.deployment.reloading import Asked
@@ -33,21 +35,14 @@ from router.server.handover import HandoverClient, control_path
 from router.settings import load_settings
 from router.telemetry.logs import Logging
 from tiers.checkpoints.prepare import finished
+from tiers.fleet import Fleet
 from tiers.lifecycle.engine_args import check_engine_args
-from tiers.plan import GIB
+from tiers.plan import GIB, Plan
 from tiers.preparing import about
-from tiers.spec import PRECISIONS, ReplicaStatus
+from tiers.replica import Replica
+from tiers.spec import PRECISIONS, ReplicaStatus, TierSpec
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from router.auth.access import KeyStore
-    from router.deployment.layout import Deployment
-    from tiers.fleet import Fleet
-    from tiers.plan import Plan
-    from tiers.replica import Replica
-    from tiers.spec import TierSpec
-
+ASKING = "asking the installed vLLM about its arguments; this takes some seconds, once"
 HostOption = Annotated[str | None, typer.Option(help="Address to listen on.")]
 
 
@@ -88,7 +83,7 @@ def up(
         name: engine_args(settings, name) for name in settings.tiers.names if settings.tiers.of(name).replicas_here
     }
     python = settings.engine.python if deployment.ray is None else settings.ray.python
-    check_engine_args(python, given, cache_dir() / "engine-args", _asking)
+    check_engine_args(python, given, cache_dir() / "engine-args", lambda: err.print(ASKING))
     if not deployment.missing and deployment.ray is None:
         _show_plan(deployment.model, deployment.plan, deployment.specs)
     _run(deployment, sock, keys, started, logging, Asked(settings, load))
@@ -140,10 +135,6 @@ def serve(
     if not deployment.counter.exact:
         err.print("no tokenizer folder is given (--tokenizer DIR): prompt tokens are estimated")
     _run(deployment, sock, keys, started, logging, Asked(settings, load), predecessor)
-
-
-def _asking() -> None:
-    err.print("asking the installed vLLM about its arguments; this takes some seconds, once")
 
 
 def _show_plan(model: str, plan: Plan, specs: Sequence[TierSpec]) -> None:

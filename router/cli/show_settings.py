@@ -1,21 +1,20 @@
-"""``qarr settings``: every setting, after a check of the file and the environment."""
+"""``qarr settings``: every setting, after a check of the file and the environment; and ``qarr reload``."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from pydantic import SecretStr
+from pydantic.fields import FieldInfo
 
-from router.cli.common import ConfigOption  # noqa: TC001  typer reads it
+from router.cli.client import RouterApiClient
+from router.cli.common import ConfigOption, with_options
 from router.deployment.settings import DEFAULT_LENGTHS
 from router.section import PROJECT, cache_dir, config_dir, runtime_dir, state_dir
 from router.settings import Settings, leaves, load_settings
-
-if TYPE_CHECKING:
-    from pydantic.fields import FieldInfo
 
 
 def show_settings(
@@ -27,8 +26,19 @@ def show_settings(
     typer.echo(json.dumps(Settings.model_json_schema(), indent=2) if as_schema else table())
 
 
+@with_options
+def reload(router: RouterApiClient) -> None:
+    """Have the running router take over its changed settings, without a restart: all of them, or none.
+
+    It reads the file and variables that it was started with. SIGHUP does the same.
+    """
+    changed = router.ask("/admin/reload", "POST")["changed"]
+    for change in changed:
+        typer.echo(f"{change['setting']}: {change['before']} -> {change['after']}")
+    typer.echo(f"settings reloaded: {len(changed)} changed")
+
+
 def table() -> str:
-    """Return every setting with its default and meaning, as a Markdown table."""
     shown = ["| setting | default | reloads | meaning |", "| --- | --- | --- | --- |"]
     for key, field, reloads in leaves(Settings):
         name = ".".join(key)

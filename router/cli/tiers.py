@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -15,13 +16,9 @@ from router.deployment.options import make_canary
 from router.settings import load_settings
 from tiers.address import normalised
 from tiers.errors import OperationError
+from tiers.lifecycle.operations import Kind
 from tiers.preparing import Preparing
 from tiers.spec import TierName
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tiers.lifecycle.operations import Kind
 
 tiers_app = typer.Typer(help="Show the running fleet; add, remove, drain, resume, restart and recycle its replicas.")
 POLL_S = 0.5
@@ -107,7 +104,6 @@ def tiers_record(tier: TierArgument, config: ConfigOption = None) -> None:
 
 
 def _follow(router: RouterApiClient, kind: Kind, replica: str, body: dict[str, Any] | None = None) -> None:
-    """Run an operation on one replica, with its progress on standard error."""
     operation = router.ask(f"/admin/replicas/{replica}/{kind}", "POST", body)
     progress = Progress()
     while True:
@@ -168,7 +164,8 @@ def _detail(said: str | None, tier: dict[str, Any]) -> str:
 
 
 def _row(replica: dict[str, Any], tier: dict[str, Any]) -> list[str]:
-    usage, pace = replica["kv_cache_usage"], replica["tpot_ms"]
+    usage, pace, accepted = replica["kv_cache_usage"], replica["tpot_ms"], replica.get("draft_acceptance")
+    drafts = "" if accepted is None else f"{accepted:.0%} of drafted tokens accepted"
     return [
         replica["id"],
         replica["state"],
@@ -180,9 +177,5 @@ def _row(replica: dict[str, Any], tier: dict[str, Any]) -> list[str]:
         "-" if pace is None else f"{pace:.1f}",
         str(replica["pid"] or "-"),
         replica["url"] or "-",
-        "; ".join(filter(None, (_detail(replica["detail"], tier), _drafts(replica.get("draft_acceptance"))))),
+        "; ".join(filter(None, (_detail(replica["detail"], tier), drafts))),
     ]
-
-
-def _drafts(acceptance: float | None) -> str:
-    return "" if acceptance is None else f"{acceptance:.0%} of drafted tokens accepted"

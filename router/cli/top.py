@@ -7,8 +7,9 @@ import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import httpx
 import typer
@@ -23,9 +24,6 @@ from router.policy.losses import one_in
 from router.telemetry.logs import shown_ms
 from tiers.errors import OperationError
 from tiers.preparing import Preparing
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
 
 SILENT_S = 5.0  # the router sends its fleet every second
 AGAIN_S = 1.0

@@ -7,8 +7,9 @@ import csv
 import sqlite3
 import sys
 import time
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from pydantic_core import to_json
@@ -17,16 +18,10 @@ from rich.table import Table
 from router.accounting.database import Database
 from router.accounting.ledgers import ledger_of
 from router.accounting.usage import Row, Use, day_of, read_usage, render_row, summed, used_budgets
-from router.auth.api_keys import MICRO, KeysError, read_key_file
+from router.auth.api_keys import MICRO, KeyFile, KeysError, read_key_file
 from router.cli.common import ConfigOption, print_table, printable
 from router.redis_link import UNAVAILABLE, outage
-from router.settings import load_settings
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from router.auth.api_keys import KeyFile
-    from router.settings import Settings
+from router.settings import Settings, load_settings
 
 COLUMNS = tuple(render_row(Row("", "", "", ""), Use(), {}, priced=True))
 FORMULA = ("=", "+", "-", "@")  # how a cell begins that a spreadsheet would compute
@@ -57,7 +52,9 @@ def keys_usage(
     elif as_csv:
         writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows({**row, "name": _cell(row["name"])} for row in usage)
+        writer.writerows(
+            {**row, "name": f"'{row['name']}" if row["name"].startswith(FORMULA) else row["name"]} for row in usage
+        )
     else:
         _print(budgets, rows, names)
 
@@ -94,8 +91,3 @@ def _print(budgets: list[dict[str, Any]], rows: list[tuple[Row, Use]], names: Ma
     if rows:
         typer.echo("")
         print_table(used)
-
-
-def _cell(text: str) -> str:
-    """Return a text that no spreadsheet takes for a formula."""
-    return f"'{text}" if text.startswith(FORMULA) else text

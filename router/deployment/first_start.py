@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from router.deployment.layout import (
     HOST,
+    Deployment,
     LateCounter,
     check_draft,
     engine_args,
@@ -24,22 +25,14 @@ from router.deployment.layout import (
     with_checkpoint,
     with_drafts,
 )
-from tiers.checkpoints.checkpoint import check_alike
+from tiers.checkpoints.checkpoint import Checkpoint, check_alike
 from tiers.checkpoints.prepare import DEFAULT_MODEL, DEFAULT_WEIGHTS, prepare
 from tiers.errors import CheckpointError, TierError
 from tiers.lifecycle.process import check_port_free
-from tiers.plan import make_plan, read_machine, weight_bytes
+from tiers.lifecycle.supervisor import Supervisor
+from tiers.plan import Plan, make_plan, read_machine, weight_bytes
 from tiers.preparing import about
-from tiers.spec import EngineLaunch, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from router.deployment.layout import Deployment
-    from tiers.checkpoints.checkpoint import Checkpoint
-    from tiers.lifecycle.supervisor import Supervisor
-    from tiers.plan import Plan
-    from tiers.spec import TierSpec
+from tiers.spec import EngineLaunch, TierName, TierSpec
 
 log = logging.getLogger(f"qarr.{__name__}")
 NICENESS = 15  # of the quantizer beside engines, which take precedence; it gets all of idle cores
@@ -91,8 +84,7 @@ class FirstStart:
     async def run(self) -> None:
         """Make what is missing; return when all is made, or when a checkpoint fails while engines run or start.
 
-        Raises:
-            TierError: No engine could be started.
+        ``TierError``: no engine could be started.
         """
         fleet, settings = self._supervisor.fleet, self._deployment.settings
         for number in range(sum(spec.replicas for spec in self._specs.values())):

@@ -4,37 +4,30 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from classifier import EstimatingCounter, ModelTokenCounter, TokenCounter, TokenizerError, extract
+from router.deployment.settings import LoraSettings, TierSettings
+from router.settings import Settings
 from router.telemetry.tracing import engine_target
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike, identity
 from tiers.checkpoints.parsers import parser_args
 from tiers.checkpoints.precision import checkpoint_precision, told_precision
 from tiers.checkpoints.prepare import PrepareOptions, check_model, slug
+from tiers.cluster.runner import RayOptions
 from tiers.errors import CheckpointError, EngineError, PlanError, TokenizerMismatchError
 from tiers.plan import Plan, machine_name, make_plan, model_config, read_machine
 from tiers.ranking import rising
 from tiers.spec import UNKNOWN, Adapter, Adapters, Draft, EngineLaunch, TierName, TierSpec
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from router.deployment.settings import LoraSettings, TierSettings
-    from router.settings import Settings
-    from tiers.cluster.runner import RayOptions
-
 HOST = "127.0.0.1"
 
 
 def make_launches(specs: Sequence[TierSpec], plan: Plan, settings: Settings, model: str) -> tuple[EngineLaunch, ...]:
-    """Return how the engines are started, tier by tier; they get ports in this order.
-
-    ``specs``: all tiers that run here; those that wait for a checkpoint get ports, and no launch.
-    """
+    """Return how engines are started, in the order of their ports; those without a checkpoint have only a port."""
     engines = [(spec, number) for spec in specs for number in range(spec.replicas)]
     return tuple(
         EngineLaunch(
@@ -85,28 +78,17 @@ def speed_machine(settings: Settings) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Everything that is started together, checked before anything starts.
-
-    Attributes:
-        specs: The tiers, by rising precision.
-        launches: Engines to start here at once; none if checkpoints are missing.
-        plan: How they share the machine.
-        counter: Counts tokens as the engines do, once there is a checkpoint.
-        model: The model's name.
-        missing: Tiers to run here whose checkpoints must be made first.
-        tokenizer: Folder of the model's tokenizer; None: none is known yet.
-        ray: Engines to place on a Ray cluster; None: none.
-    """
+    """Everything that is started together, checked before anything starts."""
 
     settings: Settings
-    specs: tuple[TierSpec, ...]
-    launches: tuple[EngineLaunch, ...]
-    plan: Plan
-    counter: TokenCounter
-    model: str
-    missing: tuple[TierName, ...] = ()
-    tokenizer: Path | None = None
-    ray: RayOptions | None = None
+    specs: tuple[TierSpec, ...]  # the tiers, by rising precision
+    launches: tuple[EngineLaunch, ...]  # engines to start here at once; none if checkpoints are missing
+    plan: Plan  # how they share the machine
+    counter: TokenCounter  # counts tokens as the engines do, once there is a checkpoint
+    model: str  # the model's name
+    missing: tuple[TierName, ...] = ()  # tiers to run here whose checkpoints must be made first
+    tokenizer: Path | None = None  # folder of the model's tokenizer; None: none is known yet
+    ray: RayOptions | None = None  # engines to place on a Ray cluster; None: none
 
     @property
     def local(self) -> frozenset[TierName]:
@@ -124,12 +106,9 @@ def make_deployment(
 ) -> Deployment:
     """Lay out the fleet: which tiers run here, on what, and with which tokenizer.
 
-    Args:
-        settings: All settings.
-        checkpoints: Prepared checkpoints, for tiers without URLs or a folder of their own. If one is missing, engines
-            start only when the model's size is known.
-        start_engines: Start engines here; False leaves tiers without URLs out.
-        tokenizer: Model folder to count tokens with; None: a checkpoint's.
+    ``checkpoints`` are for tiers without URLs or a folder of their own; if one is missing, engines start only when the
+    model's size is known. Without ``start_engines`` tiers without URLs are left out. ``tokenizer`` is a model folder to
+    count tokens with; None: a checkpoint's.
 
     Raises:
         TierError: There is no such model, tiers differ in tokenizer, the machine is too small, or there are no tiers.
@@ -217,7 +196,6 @@ def tier_spec(
 
 
 def named_by(settings: Settings, tier: TierName) -> tuple[str, ...]:
-    """Return what names engines of a tier while the router runs."""
     own = settings.tiers.of(tier)
     return tuple(str(each) for each in (own.dns, settings.discovery.file) if each)
 
@@ -234,11 +212,7 @@ def with_checkpoint(spec: TierSpec, made: Checkpoint, args: Sequence[str]) -> Ti
 
 
 def named_counter(folder: Path) -> TokenCounter:
-    """Return a counter with the tokenizer of a model folder that the user has named.
-
-    Raises:
-        TokenizerError: The folder has no tokenizer.
-    """
+    """Return a counter with the tokenizer of a folder that the user has named; ``TokenizerError``: it has none."""
     if not (folder / "tokenizer.json").is_file():
         what = "has no tokenizer.json" if folder.is_dir() else "is no folder"
         raise TokenizerError(
@@ -263,7 +237,6 @@ class LateCounter(TokenCounter):
         self._counter = counter
 
     def replace(self, counter: TokenCounter) -> None:
-        """Count with another counter from now on."""
         self._counter = counter
 
     @property
@@ -279,8 +252,7 @@ def with_drafts(
 ) -> tuple[TierSpec, ...]:
     """Return the tiers with the folders of their drafts, as far as they are made.
 
-    Raises:
-        PlanError: A draft is no lower tier, or its checkpoint is not there, and is not made either.
+    ``PlanError``: a draft is no lower tier, or its checkpoint is not there, and is not made either.
     """
     here = {spec.name: spec for spec in specs}
     rising = list(here)
@@ -311,12 +283,7 @@ def with_drafts(
 
 
 def check_draft(spec: TierSpec) -> None:
-    """Check that a tier's draft model reads and writes the same tokens as the tier.
-
-    Raises:
-        TokenizerMismatchError: It does not; both digests are named.
-        CheckpointError: A folder is no model folder.
-    """
+    """Check that a tier's draft model reads and writes the same tokens as the tier, else ``TokenizerMismatchError``."""
     draft = None if spec.draft is None else spec.draft.checkpoint
     if draft is None or spec.checkpoint is None:
         return
@@ -338,21 +305,15 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 reserves memory
 
 
 def named_for(tier: TierName, lora: LoraSettings) -> tuple[str, ...]:
-    """Return the names of the adapters that a tier's engines here load, sorted."""
     return tuple(sorted(name for name, own in lora.adapters.items() if not own.tiers or tier in own.tiers))
 
 
 def with_adapters(specs: Sequence[TierSpec], lora: LoraSettings) -> tuple[TierSpec, ...]:
-    """Return the tiers with the adapters that their engines here load at their start."""
     return tuple(replace(spec, adapters=named_for(spec.name, lora)) if spec.replicas else spec for spec in specs)
 
 
 def adapters_of(spec: TierSpec, lora: LoraSettings) -> Adapters:
-    """Return what a tier's engines are started with for LoRA.
-
-    Raises:
-        PlanError: A folder holds no adapter.
-    """
+    """Return what a tier's engines are started with for LoRA; ``PlanError``: a folder holds no adapter."""
     named = named_for(spec.name, lora)
     loaded = tuple(Adapter(name, str(lora.adapters[name].path.absolute())) for name in named)
     ranks = [_rank(name, lora.adapters[name].path) for name in named]
@@ -361,11 +322,7 @@ def adapters_of(spec: TierSpec, lora: LoraSettings) -> Adapters:
 
 
 def check_adapters(local: Sequence[TierSpec], lora: LoraSettings) -> None:
-    """Check the adapters of the settings before anything starts.
-
-    Raises:
-        PlanError: A folder holds no adapter, or one is named for a tier that has no engines here.
-    """
+    """Raise ``PlanError`` if a folder holds no adapter, or one is named for a tier that has no engines here."""
     here = {spec.name for spec in local}
     for name, own in lora.adapters.items():
         missing = [tier for tier in own.tiers if tier not in here]

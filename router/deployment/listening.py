@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING
 
-from router.auth.access import open_access
+from router.auth.access import KeyStore, open_access
 from router.auth.network import is_loopback
 from router.server.http_protocol import allow_files, bound_unsent
-
-if TYPE_CHECKING:
-    from router.auth.access import KeyStore
-    from router.settings import Settings
+from router.settings import Settings
 
 
 class ListenError(Exception):
@@ -19,12 +15,7 @@ class ListenError(Exception):
 
 
 def open_keys(settings: Settings, host: str | None = None) -> KeyStore:
-    """Return the keys, after checking that without keys only this machine is served; ``host``: of a socket that listens.
-
-    Raises:
-        KeysError: The key file cannot be used.
-        ListenError: The address is not loopback, and there are no keys.
-    """
+    """Return the keys; ``ListenError``: there are none, and others than this machine's reach the address."""
     keys = open_access(settings)
     host = settings.server.host if host is None else host
     if not keys.required and not settings.auth.allow_keyless and not is_loopback(host):
@@ -36,11 +27,7 @@ def open_keys(settings: Settings, host: str | None = None) -> KeyStore:
 
 
 def listen(settings: Settings) -> socket.socket:
-    """Open the router's listening socket before anything slow starts.
-
-    Raises:
-        ListenError: The address is taken, or is not this machine's.
-    """
+    """Open the router's listening socket before anything slow starts; ``ListenError``: it cannot be had."""
     host, port = settings.server.host, settings.server.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()  # every address of IPv4 too

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from router.deployment.layout import (
     Deployment,
@@ -21,22 +21,16 @@ from router.deployment.layout import (
     with_adapters,
     with_drafts,
 )
-from router.deployment.settings import DiscoverySettings
+from router.deployment.settings import DiscoverySettings, TierSettings
+from router.settings import Settings
 from router.telemetry.tracing import engine_target
-from tiers.checkpoints.checkpoint import check_alike
+from tiers.checkpoints.checkpoint import Checkpoint, check_alike
 from tiers.cluster.job import Job, WantedReplica
 from tiers.cluster.runner import RayEngines, RayOptions
 from tiers.errors import EngineError, PlanError
+from tiers.fleet import Fleet
 from tiers.lifecycle.command import engine_options, engine_variables
 from tiers.spec import EngineLaunch, Placement, ReplicaStatus, TierName, TierSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from router.deployment.settings import TierSettings
-    from router.settings import Settings
-    from tiers.checkpoints.checkpoint import Checkpoint
-    from tiers.fleet import Fleet
 
 GPU_SHARE = 0.9  # of the memory of a GPU that an engine has for itself, vLLM's own default
 FOLLOW_S = 0.5  # between two looks at the engines' file
@@ -47,8 +41,7 @@ OF_THE_NODE = {"VLLM_API_KEY", "CUDA_VISIBLE_DEVICES"}  # variables that its act
 def make_ray_deployment(settings: Settings, checkpoints: Sequence[Checkpoint]) -> Deployment:
     """Lay out a fleet on a Ray cluster, whose nodes have the checkpoints under the same paths.
 
-    Raises:
-        TierError: A checkpoint is missing, tiers differ in tokenizer, or a tier's resources cannot be right.
+    ``TierError``: a checkpoint is missing, tiers differ in tokenizer, or a tier's resources cannot be right.
     """
     if not settings.ray.python.is_file():
         raise EngineError(
@@ -104,8 +97,7 @@ def _placed_specs(settings: Settings, prepared: Mapping[TierName, Checkpoint]) -
 def wanted_replicas(spec: TierSpec, settings: Settings, model: str) -> list[WantedReplica]:
     """Return a tier's replicas as the placement takes them.
 
-    Raises:
-        PlanError: The tier's resources do not fit its engines, or an adapter's folder holds none.
+    ``PlanError``: the tier's resources do not fit its engines, or an adapter's folder holds none.
     """
     tier = settings.tiers.of(spec.name)
     resources = replica_resources(spec, tier, settings.ray.resources)
@@ -141,11 +133,7 @@ def wanted_replicas(spec: TierSpec, settings: Settings, model: str) -> list[Want
 
 
 def replica_resources(spec: TierSpec, tier: TierSettings, usual: Mapping[str, float]) -> dict[str, float]:
-    """Return what Ray reserves for one replica.
-
-    Raises:
-        PlanError: GPUs and parallelism do not fit together.
-    """
+    """Return what Ray reserves for one replica; ``PlanError``: GPUs and parallelism do not fit together."""
     wanted = {name: amount for name, amount in {**usual, **tier.ray_resources}.items() if amount}
     gpus, world, key = wanted.get("GPU", 0), spec.world_size, f"tiers.{spec.name}"
     if tier.across_nodes and (world == 1 or not gpus):
@@ -181,7 +169,6 @@ class OnRay:
 
     @property
     def settled(self) -> bool:
-        """Tell whether the router gives requests to every replica."""
         ready = sum(replica.state.status is ReplicaStatus.READY for replica in self._fleet.replicas)
         return self._engines is None or (self._engines.settled and ready >= self._count)
 
@@ -190,11 +177,7 @@ class OnRay:
             self._task = asyncio.create_task(self._engines.run(), name="engines on Ray")
 
     def check(self) -> None:
-        """Raise what has ended the placement.
-
-        Raises:
-            EngineError: A replica did not start, or the cluster cannot be used.
-        """
+        """Raise what has ended the placement: a replica did not start, or the cluster cannot be used."""
         if self._task is not None and self._task.done():
             self._task.result()
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from router.settings import Settings
 from tiers.lifecycle.canary import Canary
 from tiers.lifecycle.discovery import DiscoveryOptions
 from tiers.lifecycle.operations import OperationOptions
@@ -11,10 +10,6 @@ from tiers.lifecycle.supervisor import SupervisorOptions
 from tiers.lifecycle.warmup import WarmupPlan
 from tiers.lifecycle.watchdog import WatchdogOptions
 from tiers.replica import FleetOptions
-
-if TYPE_CHECKING:
-    from router.settings import Settings
-    from tiers.spec import TierName
 
 CANARY_FILE = "canary.json"
 MAX_SLOWDOWN = 8.0  # per token, of an engine alone on the machine against its latency profile
@@ -25,7 +20,6 @@ def fleet_options(settings: Settings) -> FleetOptions:
 
 
 def supervisor_options(settings: Settings, machine: str) -> SupervisorOptions:
-    """Return how engines are supervised on the machine of this name."""
     engine = settings.engine
     return SupervisorOptions(
         log_dir=engine.log_dir,
@@ -36,15 +30,11 @@ def supervisor_options(settings: Settings, machine: str) -> SupervisorOptions:
         operations=OperationOptions(drain_s=engine.drain_s, recycle_every_s=engine.recycle_every_s),
         canary=make_canary(settings, machine),
         discovery=DiscoveryOptions(
-            file=settings.discovery.file, names=dns_names(settings), interval_s=settings.discovery.interval_s
+            file=settings.discovery.file,
+            names={tier: name for tier in settings.tiers.names if (name := settings.tiers.of(tier).dns)},
+            interval_s=settings.discovery.interval_s,
         ),
     )
-
-
-def dns_names(settings: Settings) -> dict[TierName, str]:
-    """Return the DNS names of tiers whose engines run elsewhere."""
-    names = {tier: settings.tiers.of(tier).dns for tier in settings.tiers.names}
-    return {tier: name for tier, name in names.items() if name}
 
 
 def make_canary(settings: Settings, machine: str) -> Canary:

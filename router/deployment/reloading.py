@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
+from router.app import App
 from router.auth.api_keys import KeysError
+from router.deployment.layout import Deployment
 from router.deployment.listening import ListenError, open_keys
 from router.deployment.options import fleet_options
-from router.reload import ReloadError, Reloads
+from router.reload import Commit, ReloadError, Reloads
 from router.section import SettingsError
-from router.settings import changes
-from tiers.lifecycle.roster import Source
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable
-
-    from router.app import App
-    from router.deployment.layout import Deployment
-    from router.reload import Commit
-    from router.server.server import Server
-    from router.settings import Settings
-    from tiers.fleet import Fleet
-    from tiers.lifecycle.roster import Roster
-    from tiers.spec import TierName
+from router.server.server import Server
+from router.settings import Settings, changes
+from tiers.fleet import Fleet
+from tiers.lifecycle.roster import Roster, Source
+from tiers.spec import TierName
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +32,6 @@ class Asked:
         return Reloads(self.settings, partial(self._read, listening.getsockname()[0]))
 
     def _read(self, host: str) -> Settings:
-        """Read the settings again, and check that the address may be served by them."""
         try:
             settings = self.load()
             open_keys(settings, host)

@@ -4,41 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING
 
 from router.api.problems import refusal
 from router.app import App
+from router.auth.access import KeyStore
 from router.deployment.first_start import FirstStart
-from router.deployment.layout import elsewhere, speed_machine
+from router.deployment.layout import Deployment, elsewhere, speed_machine
 from router.deployment.on_ray import OnRay
 from router.deployment.options import fleet_options, supervisor_options
-from router.deployment.reloading import Parts
+from router.deployment.reloading import Asked, Parts
 from router.line_file import PrivateFile
 from router.section import SettingsError
-from router.server.handover import TakenError, TakeoverError, control_path, handing_over
+from router.server.handover import HandoverClient, TakenError, TakeoverError, control_path, handing_over
 from router.server.http_protocol import protocol_for
 from router.server.memory import set_aside
 from router.server.server import Server
+from router.settings import Settings
 from router.telemetry.tracing import make_telemetry
 from router.upstream.transport import EngineTransport
 from tiers.fleet import Fleet
 from tiers.lifecycle.supervisor import Supervisor
+from tiers.plan import Plan
+from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierSpec
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable
-
-    from router.auth.access import KeyStore
-    from router.deployment.layout import Deployment
-    from router.deployment.reloading import Asked
-    from router.server.handover import HandoverClient
-    from router.settings import Settings
-    from tiers.plan import Plan
-    from tiers.replica import Replica
 
 log = logging.getLogger(f"qarr.{__name__}")
 POLL_S = 0.1
@@ -50,11 +43,7 @@ class StartError(Exception):
 
 
 def check_files(settings: Settings) -> None:
-    """Check paths that would otherwise fail only at the first request.
-
-    Raises:
-        SettingsError: One cannot be used; the text names the setting.
-    """
+    """Raise ``SettingsError`` for paths that would otherwise fail only at the first request."""
     telemetry, profiles = settings.telemetry, settings.policy.profiles
     written = {"telemetry.decision_log": telemetry.decision_log}
     if telemetry.prompt_share:
@@ -72,21 +61,14 @@ def check_files(settings: Settings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StartObserver:
-    """Callbacks for the progress of a start.
+    """Callbacks for the progress of a start."""
 
-    Attributes:
-        changed: Called when a replica changes state.
-        up: Called once, when no tier is starting any more.
-        serving: Called once, when one tier is ready while others are starting.
-        planned: Called once with the plan and the tiers, if checkpoints are made first.
-        step: Called with a line for each step of making checkpoints.
-    """
-
-    changed: Callable[[Replica], None]
-    up: Callable[[Fleet], None]
-    serving: Callable[[Fleet], None]
+    changed: Callable[[Replica], None]  # called when a replica changes state
+    up: Callable[[Fleet], None]  # called once, when no tier is starting any more
+    serving: Callable[[Fleet], None]  # called once, when one tier is ready while others are starting
+    # called once with the plan and the tiers, if checkpoints are made first
     planned: Callable[[Plan, tuple[TierSpec, ...]], None]
-    step: Callable[[str], None]
+    step: Callable[[str], None]  # called with a line for each step of making checkpoints
 
 
 async def run(

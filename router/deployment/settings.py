@@ -50,7 +50,6 @@ def _dns_address(url: str) -> str:
 
 
 def _not_ours(args: tuple[str, ...]) -> tuple[str, ...]:
-    """Check that arguments leave alone what QARR itself gives to engines."""
     check_own(args)
     return args
 
@@ -143,7 +142,6 @@ class TierSettings(Section, reloads=frozenset({"urls"})):
 
     @property
     def replicas_here(self) -> int:
-        """Return the number of engines that are started here."""
         return int(not (self.urls or self.dns)) if self.replicas is None else self.replicas
 
 
@@ -173,7 +171,6 @@ def complete(given: Any) -> Any:
 
 
 def _from_json(value: Any) -> Any:
-    """Return the list or object that a text is; else the value as it is."""
     if isinstance(value, str) and value.startswith(("[", "{")):
         with suppress(ValueError):
             return json.loads(value)
@@ -196,11 +193,6 @@ class TiersSettings(Section):
         return (TierName.FAST, TierName.BALANCED, *map(TierName, self.__pydantic_extra__), TierName.PRECISE)
 
     def of(self, name: TierName) -> TierSettings:
-        """Return a tier's settings.
-
-        Raises:
-            AttributeError: There is no such tier.
-        """
         found: TierSettings = getattr(self, name)
         return found
 

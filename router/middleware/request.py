@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
 
-from router.api.asgi import CONTEXT, ForeignHostError, ForeignPageError, body_message, context_of, responder_of
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router.api.asgi import CONTEXT, ForeignHostError, ForeignPageError, body_message, context_of
 from router.api.paths import PAGE, error_form
 from router.api.problems import DrainingError, describe, is_known, response_to
+from router.auth.access import KeyStore
 from router.auth.api_keys import ANONYMOUS, Caller, UnauthorizedError, UnknownSignerError
-from router.lifecycle import ServerPhase
+from router.lifecycle import ServerPhase, ServerState
 from router.pipeline.request import RequestContext
-from router.server.responder import OUT
+from router.server.responder import OUT, Responder
 from router.telemetry.logs import CLIENT_ERROR, begin_request, log_failure
-from router.telemetry.tracing import ANSWERED
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
-
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from router.auth.access import KeyStore
-    from router.lifecycle import ServerState
-    from router.server.responder import Responder
-    from router.telemetry.tracing import Telemetry
+from router.telemetry.tracing import ANSWERED, Telemetry
 
 log = logging.getLogger(f"qarr.{__name__}")
 # For load balancers, which have no keys, and for browsers, whose users enter a key on the page.
@@ -39,10 +32,6 @@ class RequestMiddleware:
     """The outermost middleware.
 
     Args:
-        app: The router's application.
-        keys: Valid keys.
-        telemetry: Gives requests their ids.
-        server_state: Tells whether the router takes requests.
         answered: Called with each answer's route, method and status.
         direct: Applications that answer POST requests, by path, without passing the router's middleware and routing.
         local_names: Names besides localhost under which a router on loopback serves; None: it does not listen on
@@ -78,7 +67,7 @@ class RequestMiddleware:
             return
         task = asyncio.current_task()
         assert task is not None
-        out = responder_of(scope)
+        out: Responder = scope[OUT]
         out.through(send, self._server_state)
         self._server_state.active_requests.add(task)
         try:

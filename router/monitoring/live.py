@@ -9,39 +9,33 @@ import asyncio
 import math
 import time
 from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from router.api.asgi import body_message, cancel_on_disconnect, context_of, start_message
-from router.api.bodies import json_response, render_fleet, scope_of
+from router.api.bodies import json_response, render_fleet
 from router.api.paths import MOST_LISTED
-from router.pipeline.registry import WINDOW_S
+from router.auth.access import KeyStore
+from router.auth.api_keys import Caller
+from router.lifecycle import ServerState
+from router.pipeline.pipeline import Pipeline
+from router.pipeline.registry import WINDOW_S, ActiveRequest
 from router.policy.profiles import percentile
 from router.policy.render import render_budget, render_loss
-from router.telemetry.record import Outcome, render_record
+from router.profiling.auto_profile import AutoProfile
+from router.profiling.shadow_evaluation import ShadowEvaluation
+from router.telemetry.record import Outcome, RequestRecord, Times, render_record
 from router.telemetry.request_trace import UnknownTraceError, render_listed, render_trace
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping
-
-    from starlette.requests import Request
-    from starlette.responses import Response
-    from starlette.types import Receive, Scope, Send
-
-    from router.auth.access import KeyStore
-    from router.auth.api_keys import Caller
-    from router.lifecycle import ServerState
-    from router.pipeline.pipeline import Pipeline
-    from router.pipeline.registry import ActiveRequest
-    from router.profiling.auto_profile import AutoProfile
-    from router.profiling.shadow_evaluation import ShadowEvaluation
-    from router.telemetry.record import RequestRecord, Times
-    from router.telemetry.settings import TelemetrySettings
+from router.telemetry.settings import TelemetrySettings
 
 TICK_S = 1.0
 KEEP_ALIVE_S = 15.0
@@ -72,7 +66,6 @@ class Reader:
         self._over = False
 
     def end(self) -> None:
-        """End the reader's stream after the events that wait."""
         self._over = True
         self._news.set()
 
@@ -122,7 +115,6 @@ class Live:
         self._wanted = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until the client disconnects."""
         del receive
         context = context_of(scope)
         cancel_on_disconnect(scope)
@@ -153,7 +145,6 @@ class Live:
                 self._wanted.clear()
 
     async def run(self) -> None:
-        """Send a snapshot every second while there are readers, until cancelled."""
         while True:
             await self._wanted.wait()
             self._count(math.inf)
@@ -180,7 +171,6 @@ class Live:
                 reader.end()
 
     def fleet(self, caller: Caller) -> dict[str, Any]:
-        """Return the snapshot that a caller may see, as JSON values."""
         pipeline, now = self._pipeline, time.monotonic()
         ended = [each for each in pipeline.registry.window if each[0] >= now - WINDOW_S]
         fleet, inside = pipeline.fleet, caller.sees_all
@@ -236,7 +226,6 @@ def _percentiles(values: list[float]) -> dict[str, float] | None:
 
 
 def render_open(request: ActiveRequest, now: float) -> dict[str, Any]:
-    """Return what the page shows of an open request."""
     answer, decision, part = request.answer, request.decision, request.now_on
     tier, replica = part.tier if part is not None else decision.tier, part.replica_id if part is not None else None
     overflow = request.diverted.name if request.diverted is not None else None
@@ -284,12 +273,11 @@ class LiveEndpoints:
         ]
 
     async def _listed(self, request: Request) -> Response:
-        """Answer with the last requests, or with their traces."""
         limit, caller, name = _limit(request), context_of(request.scope).caller, request.url.path.rpartition("/")[2]
         render = render_record if name == "requests" else render_listed
         seen = (record for record in reversed(self._pipeline.registry.kept()) if caller.sees(record.key_id))
         shown = [render(record) for record in islice(seen, limit)]
-        return _json({"scope": scope_of(everything=caller.sees_all), name: shown})
+        return _json({"scope": "all" if caller.sees_all else "own", name: shown})
 
     async def _trace(self, request: Request) -> Response:
         caller, trace_id = context_of(request.scope).caller, request.path_params["trace_id"]
@@ -328,7 +316,6 @@ class LiveEndpoints:
 
 
 def _limit(request: Request) -> int:
-    """Return the ``limit`` of a list."""
     text = request.query_params.get("limit", "100")
     # int() refuses thousands of digits with an error of its own.
     limit = int(text) if text.isascii() and text.isdecimal() and len(text) <= len(str(MOST_LISTED)) else 0

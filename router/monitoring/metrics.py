@@ -10,39 +10,33 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from itertools import pairwise, permutations
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from starlette.requests import Request
 from starlette.responses import Response
 
+from router.accounting.charging import Charging
+from router.accounting.usage import UsageLog
 from router.api.asgi import context_of
-from router.monitoring.usage import UsageMetrics
+from router.monitoring.usage import Labels, UsageMetrics
+from router.pipeline.pipeline import Pipeline
 from router.pipeline.registry import OVER_BUDGET, OVER_QUOTA
 from router.policy.decision import Refusal
-from router.telemetry.record import Outcome
+from router.policy.table import PolicyStore
+from router.profiling.shadow_evaluation import ShadowEvaluation
+from router.telemetry.record import Outcome, RequestRecord
 from tiers.breaker import BreakerState
 from tiers.choice import Request as Asked
 from tiers.choice import candidate
 from tiers.spec import OVERFLOW, STANDARD_TIERS, ReplicaStatus, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from prometheus_client.metrics_core import Metric
-    from starlette.requests import Request
-
-    from router.accounting.charging import Charging
-    from router.accounting.usage import UsageLog
-    from router.monitoring.usage import Labels
-    from router.pipeline.pipeline import Pipeline
-    from router.policy.table import PolicyStore
-    from router.profiling.shadow_evaluation import ShadowEvaluation
-    from router.telemetry.record import RequestRecord
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 NO_TIER = "none"
@@ -172,7 +166,6 @@ class Losses(Collector):
         self._evaluation, self._policy = evaluation, policy
 
     def collect(self) -> Iterable[Metric]:
-        """Return the expected losses by kind and tier, what was counted of answers, and live answers by class and tier."""
         table, tally = self._policy.table, self._policy.tally
         losses = [
             ([kind.value, complexity.value, tier], loss)
@@ -301,7 +294,6 @@ class Metrics:
         return metrics
 
     def show_expiry(self, expires: Callable[[], float]) -> None:
-        """Show when the router's certificate expires, in seconds since 1970."""
         text = "When the certificate that the router shows expires, in seconds since 1970."
         Gauge("qarr_tls_expires_timestamp_seconds", text, registry=self._registry).set_function(expires)
 

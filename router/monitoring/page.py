@@ -10,18 +10,14 @@ from __future__ import annotations
 import base64
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
+from router.auth.access import KeyStore
 from router.auth.network import is_loopback
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
-
-    from router.auth.access import KeyStore
-    from router.server.settings import ServerSettings
+from router.server.settings import ServerSettings
 
 WEB = Path(__file__).with_name("web")
 # In this order; they share one scope.
@@ -43,11 +39,7 @@ class Page:
         return self._settings.page == "on"
 
     async def answer(self, request: Request) -> Response:
-        """Answer with the document, or 304 to a browser that has it.
-
-        Raises:
-            HTTPException: 404, where the page is off.
-        """
+        """Answer with the document, with 304 to a browser that has it, or with 404 where the page is off."""
         if not self.on:
             raise HTTPException(404)
         if self._headers["etag"] in request.headers.get("if-none-match", ""):

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from router.accounting.database import Database
 from router.api.asgi import context_of
 from router.api.bodies import health_of, json_response, render_fleet, render_preparing
 from router.api.openapi import document
+from router.auth.access import KeyStore
+from router.lifecycle import ServerState
+from router.pipeline.pipeline import Pipeline
 from router.policy.render import render_budget
+from router.profiling.auto_profile import AutoProfile
 from tiers.spec import ReplicaStatus
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from starlette.requests import Request
-
-    from router.accounting.database import Database
-    from router.auth.access import KeyStore
-    from router.lifecycle import ServerState
-    from router.pipeline.pipeline import Pipeline
-    from router.profiling.auto_profile import AutoProfile
 
 
 class Status:
@@ -56,10 +51,7 @@ class Status:
         return json_response({"status": "alive"})
 
     async def readyz(self, _request: Request) -> Response:
-        """Answer 200 while a tier is ready, else 503, also when the router shuts down.
-
-        The body has every tier's state, and what tiers that have not served yet still need.
-        """
+        """Answer 200 while a tier is ready, else 503, also when the router shuts down; with what tiers still need."""
         tiers = self._fleet.snapshot().tiers
         serves = self._server_state.open and self._keys.ready
         ready = serves and any(tier.status is ReplicaStatus.READY for tier in tiers)

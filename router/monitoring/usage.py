@@ -6,36 +6,29 @@ import asyncio
 import logging
 import sqlite3
 import time
+from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from prometheus_client import Counter
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from router.accounting.budgets import BudgetUnknownError
-from router.accounting.usage import day_of, read_usage, render_row, used_budgets
+from router.accounting.charging import Charging
+from router.accounting.database import Database
+from router.accounting.usage import Row, Use, day_of, read_usage, render_row, used_budgets
 from router.api.asgi import context_of
 from router.api.bodies import json_response
-from router.auth.api_keys import MICRO, KeysError, read_keys
+from router.auth.access import KeyStore
+from router.auth.api_keys import MICRO, Caller, KeysError, read_keys
 from router.redis_link import UNAVAILABLE
 from tiers.background import Faults
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from prometheus_client import CollectorRegistry
-    from prometheus_client.metrics_core import Metric
-    from starlette.requests import Request
-    from starlette.responses import Response
-
-    from router.accounting.charging import Charging
-    from router.accounting.database import Database
-    from router.accounting.usage import Row, Use
-    from router.auth.access import KeyStore
-    from router.auth.api_keys import Caller
 
 log = logging.getLogger(f"qarr.{__name__}")
 OTHER = "other"
@@ -52,14 +45,12 @@ class Labels:
         self._named: dict[str, tuple[str, str]] = {}
 
     def of(self, key_id: str) -> tuple[str, str]:
-        """Return a key's name and team, as metrics have them."""
         if key_id not in self._named and len(self._named) < self._most:
             first = self._keys.callers[: self._most]
             self._named |= {caller.key_id: (caller.name, caller.team) for caller in first if caller.key_id == key_id}
         return self._named.get(key_id, (OTHER, OTHER))
 
     def callers(self) -> list[Caller]:
-        """Return those keys that have metrics of their own."""
         return [caller for caller in self._keys.callers if self.of(caller.key_id)[0] != OTHER]
 
 
@@ -97,7 +88,6 @@ class UsageMetrics(Collector):
         self._highest.labels(*whose).inc(use.highest_engine_us / MICRO)
 
     def collect(self) -> Iterable[Metric]:
-        """Return how far budgets were used at the last look."""
         text = "Share of a budget that is used or reserved; the key's name is empty for a team's budget."
         used = GaugeMetricFamily("qarr_budget_used_ratio", text, labels=[*KEY, "budget"])
         for each in self._budgets:
@@ -105,7 +95,6 @@ class UsageMetrics(Collector):
         yield used
 
     async def look(self) -> None:
-        """Look how far budgets are used, of keys with metrics of their own."""
         ledger = self._charging.reservations.ledger
         self._budgets = await used_budgets(ledger, self._labels.callers(), time.time())
 
@@ -129,27 +118,17 @@ class UsageEndpoint:
         return [Route("/usage", self.answer, methods=["GET"])]
 
     async def answer(self, request: Request) -> Response:
-        """Answer with how far budgets are used, and what was used on each day from ``from`` to ``to``.
-
-        Raises:
-            HTTPException: 400: one of them is no day.
-            BudgetUnknownError: The file, or Redis, cannot be read.
-        """
-        try:
-            return await self._answer(request)
-        except (*UNAVAILABLE, sqlite3.Error):
-            fault, path = self._database.fault, self._database.path
-            raise BudgetUnknownError(
-                f"the file {path}" if fault else self._charging.reservations.ledger.place
-            ) from None
-
-    async def _answer(self, request: Request) -> Response:
-        caller = context_of(request.scope).caller
+        """Answer with how far budgets are used, and what was used on each day from ``from`` to ``to``."""
+        caller, ledger = context_of(request.scope).caller, self._charging.reservations.ledger
         first, last = _day(request, "from"), _day(request, "to")
-        rows = await self._database.change(partial(read_usage, first, last))
-        names = {key.id: key.name for key in await asyncio.to_thread(read_keys, self._keys.path)}
         own = {each.key_id: each for each in (*self._keys.callers, caller) if caller.sees(each.key_id)}
-        budgets = await used_budgets(self._charging.reservations.ledger, list(own.values()), time.time())
+        try:
+            rows = await self._database.change(partial(read_usage, first, last))
+            names = {key.id: key.name for key in await asyncio.to_thread(read_keys, self._keys.path)}
+            budgets = await used_budgets(ledger, list(own.values()), time.time())
+        except (*UNAVAILABLE, sqlite3.Error):
+            place = f"the file {self._database.path}" if self._database.fault else ledger.place
+            raise BudgetUnknownError(place) from None
         priced = self._charging.reservations.settings.replica_hour is not None
         usage = [render_row(row, use, names, priced=priced) for row, use in rows if caller.sees(row.key)]
         body = {"scope": "all" if caller.sees_all else "own", "budgets": budgets, "usage": usage}

@@ -16,26 +16,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 from router.pipeline.request import class_of
 from router.pipeline.request_queue import RequestQueue, Waiter
+from router.pipeline.settings import AdmissionSettings
 from router.policy.decide import UNKNOWN_RETRY_S, decide
-from router.policy.decision import PRIORITIES, Basis, Refusal, RequestRefusedError
+from router.policy.decision import PRIORITIES, Basis, Decision, Query, Refusal, RequestRefusedError
+from router.policy.table import PolicyStore
 from router.telemetry.record import JOURNEY
 from router.upstream.client import lease_for
-from tiers.fleet import Demand
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from router.pipeline.settings import AdmissionSettings
-    from router.policy.decision import Decision, Query
-    from router.policy.table import PolicyStore
-    from tiers.fleet import Fleet, Lease
-    from tiers.spec import TierName, TierSpec
+from tiers.fleet import Demand, Fleet, Lease
+from tiers.spec import TierName, TierSpec
 
 OLDEST_EVERY = 8  # one slot in so many goes to the request that has waited longest
 TICK_S = 0.1  # slots free by time as well: engines get ready, breakers half-open
@@ -43,16 +37,11 @@ TICK_S = 0.1  # slots free by time as well: engines get ready, breakers half-ope
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What an admitted request computes on.
+    """What an admitted request computes on."""
 
-    Attributes:
-        decision: The one that admitted it.
-        waited_ms: The request's time in the queue.
-    """
-
-    decision: Decision
+    decision: Decision  # the one that admitted it
     lease: Lease
-    waited_ms: float = 0.0
+    waited_ms: float = 0.0  # the request's time in the queue
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +85,6 @@ class Admission:
         return self._queue.count
 
     def waiting_for(self, tier: TierName) -> int:
-        """Return the number of waiting requests that a tier could serve."""
         return self._queue.waiting_for(tier)
 
     async def run(self) -> None:
@@ -107,8 +95,7 @@ class Admission:
     async def enter(self, decision: Decision, key_id: str, priority: int) -> Slot:
         """Return a slot, at once or after a wait; give it back by ``leave``. ``priority`` is in vLLM's numbers, lower first.
 
-        Raises:
-            RequestRefusedError: No tier serves the request, or none in time.
+        ``RequestRefusedError``: no tier serves the request, or none in time.
         """
         if decision.tier is None and (decision.refusal is not Refusal.AT_CAPACITY or not self._options.max_waiting):
             raise RequestRefusedError(decision)
@@ -186,11 +173,7 @@ class Admission:
             last.turn.set_exception(refused)
 
     async def _wait(self, queued: _Queued) -> Slot:
-        """Wait for a request's turn.
-
-        Raises:
-            RequestRefusedError: It is refused meanwhile, or its turn does not come in time.
-        """
+        """Wait for a request's turn; ``RequestRefusedError``: it is refused meanwhile, or waits for too long."""
         turn = queued.turn
         try:
             await asyncio.wait({turn}, timeout=max(queued.until - time.monotonic(), 0))

@@ -9,31 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, product
-from typing import TYPE_CHECKING
 
 from pydantic_core import to_json
 
-from router.upstream.engine_request import continuation
-from router.upstream.engine_stream import EngineStream
+from router.policy.decision import Decision
+from router.policy.table import PolicyStore
+from router.telemetry.tracing import Telemetry
+from router.upstream.client import Upstream
+from router.upstream.engine_request import EngineRequest, continuation
+from router.upstream.engine_stream import Drain, EngineStream, Feed
 from router.upstream.errors import EngineBrokeError, EngineStalledError, UpstreamError, without_trace
 from router.upstream.json_object import read_json
+from router.upstream.progress import Progress, Resumption
 from router.upstream.sse import Chunk
+from tiers.fleet import Fleet
+from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from router.policy.decision import Decision
-    from router.policy.table import PolicyStore
-    from router.telemetry.tracing import Telemetry
-    from router.upstream.client import Upstream
-    from router.upstream.engine_request import EngineRequest
-    from router.upstream.engine_stream import Drain, Feed
-    from router.upstream.progress import Progress, Resumption
-    from tiers.fleet import Fleet
-    from tiers.replica import Replica
 
 DETOKENIZE = "/detokenize"
 BROKEN_CHARACTER = "\ufffd"
@@ -46,16 +40,8 @@ log = logging.getLogger(f"qarr.{__name__}")
 class StopStringJoiner:
     """Finds stop strings that begin in one engine's text and end in the next one's; an engine finds them in its own only.
 
-    Attributes:
-        stopped: The string that ended the answer; None: none has.
-        passed_over: The first text holds one already: it spans an earlier seam, or came before ``min_tokens``.
-        end: Where ``stopped`` ends, in characters from the beginning of ``held``.
-
-    Args:
-        sent: The answer so far.
-        held: The text after it that was computed, but not sent.
-        stops: The strings that end the answer.
-        include: Whether the answer includes the string that ends it.
+    The first text is what was ``sent``, and what was computed besides and ``held``. With ``include`` the answer includes the
+    string that ends it.
     """
 
     def __init__(self, sent: str, held: str, stops: Sequence[str], *, include: bool) -> None:
@@ -69,12 +55,9 @@ class StopStringJoiner:
         self.end = 0
 
     def pass_on(self, text: str, *, last: bool, ended_by: str = "") -> str:
-        """Take more text, and return what may be sent; set ``stopped`` once a stop string is complete.
+        """Take more of the next engine's text, and return what may be sent; set ``stopped`` once a stop string is complete.
 
-        Args:
-            text: From the next engine.
-            last: Whether no more comes.
-            ended_by: The stop string that ended the text and is not in it.
+        ``ended_by`` is the stop string that ended the text and is not in it.
         """
         if not self._old:
             return text
@@ -104,19 +87,14 @@ class StopStringJoiner:
 
 @dataclass(slots=True)
 class _Seam:
-    """Where one engine's part of an answer is joined to what came before it.
-
-    Attributes:
-        begins: Characters of the answer before it.
-        sent: Characters of the answer so far.
-    """
+    """Where one engine's part of an answer is joined to what came before it."""
 
     joiner: StopStringJoiner
     progress: Progress
     resumption: Resumption
     out: Feed
-    begins: int
-    sent: int = field(init=False)
+    begins: int  # characters of the answer before it
+    sent: int = field(init=False)  # characters of the answer so far
 
     def __post_init__(self) -> None:
         self.sent = self.begins
@@ -144,19 +122,14 @@ class _Seam:
 
 @dataclass(frozen=True, slots=True)
 class Failover:
-    """What continues answers whose engine fails.
-
-    Attributes:
-        attempts: Most continuations of one answer.
-        default_max_tokens: What a tier's context must leave for a request without a limit of its own.
-    """
+    """What continues answers whose engine fails."""
 
     fleet: Fleet
     policy: PolicyStore
     upstream: Upstream
     telemetry: Telemetry
-    attempts: int
-    default_max_tokens: int
+    attempts: int  # most continuations of one answer
+    default_max_tokens: int  # what a tier's context must leave for a request without a limit of its own
 
 
 @dataclass(frozen=True, slots=True)

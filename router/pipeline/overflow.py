@@ -10,25 +10,18 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from router.pipeline.registry import Diverted
-from router.policy.decision import Refusal
-from router.policy.decision_log import OverflowRecord
+from router.pipeline.registry import ActiveRequest, Diverted
+from router.pipeline.request import Call
+from router.policy.decision import Decision, Refusal
+from router.policy.decision_log import DecisionLog, OverflowRecord
 from router.telemetry.record import error_name
+from router.telemetry.tracing import Telemetry
+from router.upstream.engine_request import EngineRequest
+from router.upstream.engine_stream import EngineAnswer
 from router.upstream.errors import NoSlotError, UpstreamError
-from router.upstream.overflow import PausedError, UnsupportedError
+from router.upstream.overflow import OverflowClient, PausedError, UnsupportedError
 from tiers.spec import UNKNOWN
-
-if TYPE_CHECKING:
-    from router.pipeline.registry import ActiveRequest
-    from router.pipeline.request import Call
-    from router.policy.decision import Decision
-    from router.policy.decision_log import DecisionLog
-    from router.telemetry.tracing import Telemetry
-    from router.upstream.engine_request import EngineRequest
-    from router.upstream.engine_stream import EngineAnswer
-    from router.upstream.overflow import OverflowClient
 
 log = logging.getLogger(f"qarr.{__name__}")
 FULL = {
@@ -52,10 +45,7 @@ class Overflow:
     telemetry: Telemetry
 
     def takes(self, decision: Decision, call: Call) -> bool:
-        """Tell whether a refused request may go to the overflow.
-
-        ``Query.takes`` is what a lease asks; there is none here, so precisions are looked at here.
-        """
+        """Tell whether a refused request may go to the overflow. No lease looks at precisions here."""
         options, caller = call.options, call.context.caller
         return (
             bool(self.client.name)

@@ -4,97 +4,57 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from classifier import PromptClass
-from router.accounting.charging import usage_of
+from classifier import PromptClass, PromptFeatures, SecondLook, TokenCounter
+from router.accounting.charging import Charging, usage_of
 from router.auth.api_keys import BeyondKeyError
-from router.pipeline.failover import Continuation
-from router.pipeline.request import MAX_COUNT
+from router.auth.quota import Quotas
+from router.pipeline.admission import Admission
+from router.pipeline.failover import Continuation, Failover
+from router.pipeline.overflow import Overflow
+from router.pipeline.registry import ActiveRequest, RequestRegistry
+from router.pipeline.request import MAX_COUNT, Call
 from router.policy.decide import decide, within_context
-from router.policy.decision import Refusal, RequestRefusedError
+from router.policy.decision import Decision, Refusal, RequestRefusedError
+from router.policy.decision_log import DecisionLog
+from router.policy.table import PolicyStore
 from router.telemetry.record import FREE, JOURNEY, Journey, TierUsage
-from router.telemetry.tracing import server_span
-from router.upstream.engine_stream import EngineStream
+from router.telemetry.tracing import Telemetry, server_span
+from router.upstream.engine_request import EngineRequest
+from router.upstream.engine_stream import EngineAnswer, EngineStream
 from router.upstream.errors import EngineTooSlowError
+from tiers.fleet import Fleet
 from tiers.spec import TierName, in_order
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-
-    from classifier import PromptFeatures, SecondLook, TokenCounter
-    from router.accounting.charging import Charging
-    from router.auth.quota import Quotas
-    from router.pipeline.admission import Admission
-    from router.pipeline.failover import Failover
-    from router.pipeline.overflow import Overflow
-    from router.pipeline.registry import ActiveRequest, RequestRegistry
-    from router.pipeline.request import Call
-    from router.policy.decision import Decision
-    from router.policy.decision_log import DecisionLog
-    from router.policy.table import PolicyStore
-    from router.telemetry.tracing import Telemetry
-    from router.upstream.engine_request import EngineRequest
-    from router.upstream.engine_stream import EngineAnswer
-    from tiers.fleet import Fleet
-
-
-class PromptObserver(Protocol):
-    """Is shown every prompt of a served request."""
-
-    def offer(self, text: str, features: PromptFeatures) -> None:
-        """Take note of one."""
-
-    def close(self) -> None:
-        """Write what has not been written."""
-
-
-class AnswerObserver(Protocol):
-    """Is shown every complete answer."""
-
-    def offer(self, decision: Decision, tier: TierName, messages: Sequence[Any] | None) -> None:
-        """Take note of the decision, the tier that served it, and the messages it answers; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Decides and serves. Wired once, in ``router.app.App``.
-
-    Attributes:
-        second_look: At prompts that may have code; None: it is not installed.
-        failover: Continues answers whose engine fails.
-        overflow: Answers requests that no tier has a slot for, where it may.
-        decisions: The decision log; None: none is written.
-        prompt_observer: None: no prompt is sampled.
-        answer_observer: None: no answer is evaluated.
-    """
+    """Decides and serves. Wired once, in ``router.app.App``."""
 
     fleet: Fleet
     counter: TokenCounter
-    second_look: SecondLook | None
+    second_look: SecondLook | None  # at prompts that may have code; None: it is not installed
     policy: PolicyStore
     quotas: Quotas
     charging: Charging
     admission: Admission
-    failover: Failover
-    overflow: Overflow
+    failover: Failover  # continues answers whose engine fails
+    overflow: Overflow  # answers requests that no tier has a slot for, where it may
     registry: RequestRegistry
-    decisions: DecisionLog | None
+    decisions: DecisionLog | None  # the decision log; None: none is written
     telemetry: Telemetry
-    prompt_observer: PromptObserver | None
-    answer_observer: AnswerObserver | None
+    prompt_observer: Callable[[str, PromptFeatures], None] | None  # is shown every prompt of a served request
+    # is shown every complete answer: its decision, the tier that served it, and the messages it answers, if known
+    answer_observer: Callable[[Decision, TierName, Sequence[Any] | None], None] | None
 
     async def decide(self, call: Call, *, serve: bool = True) -> Decision:
-        """Classify a request and decide.
+        """Classify a request and decide; unless it is to be served (``serve``), it leaves no record.
 
-        Args:
-            call: The request.
-            serve: Whether it is to be served; a decision that is only asked for leaves no record.
-
-        Raises:
-            BeyondKeyError: The caller's key refuses the hinted tier; where it does not refuse, the policy lowers the hint.
+        ``BeyondKeyError``: the caller's key refuses the hinted tier; where it does not refuse, the policy lowers the hint.
         """
         caller, hint = call.context.caller, call.options.hint
         if caller.over == "refuse" and hint is not None and caller.tiers is not None and hint not in caller.tiers:
@@ -117,7 +77,7 @@ class Pipeline:
             call.context.journey = journey
             JOURNEY.set(journey)
         if serve and self.prompt_observer is not None:
-            self.prompt_observer.offer(call.prompt.text, features)
+            self.prompt_observer(call.prompt.text, features)
         if serve and self.decisions is not None:
             self.decisions.decided(call.context.request_id, decision, fleet, table, priority=call.options.priority)
         return decision
@@ -211,7 +171,7 @@ class Pipeline:
                 prompt_tokens = answer.usage.get("prompt_tokens", active.decision.query.tokens_to_read)
                 active.used = prompt_tokens + answer.output_tokens
                 if answer.complete and ours and self.answer_observer is not None:
-                    self.answer_observer.offer(active.decision, answer.tier, asked.chat)
+                    self.answer_observer(active.decision, answer.tier, asked.chat)
                 await answer.aclose(error or answer.error)
         finally:
             try:

@@ -11,32 +11,24 @@ import logging
 import re
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from router.accounting.budgets import OverBudgetError
-from router.auth.quota import OverQuotaError
-from router.pipeline.request import class_of
-from router.policy.decision import RequestRefusedError
+from router.accounting.reservations import Reservation
+from router.auth.quota import OverQuotaError, QuotaGrant
+from router.lifecycle import ServerState
+from router.pipeline.admission import Slot
+from router.pipeline.request import RequestContext, class_of
+from router.policy.decision import Decision, Priority, RequestRefusedError, Sla
 from router.telemetry.logs import log as request_lines
 from router.telemetry.logs import log_request
-from router.telemetry.record import KeptFor, Outcome, RequestRecord, Served, Times, Tokens, error_name
-from router.upstream.engine_stream import continued_on
+from router.telemetry.record import Cost, KeptFor, Outcome, RequestRecord, Served, TierUsage, Times, Tokens, error_name
+from router.upstream.engine_stream import EngineAnswer, continued_on
 from router.upstream.errors import EngineRefusedError, UpstreamError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from router.accounting.reservations import Reservation
-    from router.auth.quota import QuotaGrant
-    from router.lifecycle import ServerState
-    from router.pipeline.admission import Slot
-    from router.pipeline.request import RequestContext
-    from router.policy.decision import Decision, Priority, Sla
-    from router.telemetry.record import Cost, TierUsage
-    from router.upstream.engine_stream import EngineAnswer
-    from tiers.spec import TierName
+from tiers.spec import TierName
 
 log = logging.getLogger(f"qarr.{__name__}")
 OVER_QUOTA = "over_quota"
@@ -48,50 +40,32 @@ State = Literal["waiting", "prefill", "decode"]
 
 
 class Diverted(NamedTuple):
-    """What became of a request that no tier had a slot for.
+    """What became of a request that no tier had a slot for."""
 
-    Attributes:
-        name: Of the overflow.
-        waited_ms: Its time in the queue before.
-        at: When it was sent, in seconds by the monotonic clock.
-        failure: Why the overflow does not answer: ``full``, ``paused`` after failures, ``unsupported``: it was not asked;
-            ``failed``, ``cancelled`` before its first token: it was. None: it does, or has not begun.
-    """
-
-    name: str
-    waited_ms: float
-    at: float
+    name: str  # of the overflow
+    waited_ms: float  # its time in the queue before
+    at: float  # when it was sent, in seconds by the monotonic clock
+    # why the overflow does not answer: ``full``, ``paused`` after failures, ``unsupported``: it was not asked;
+    # ``failed``, ``cancelled`` before its first token: it was. None: it does, or has not begun
     failure: str | None = None
 
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
-    """A request that is being served.
-
-    Attributes:
-        slot: None while it waits.
-        sent: When it was admitted, in seconds by the monotonic clock.
-        answer: None until it has begun.
-        quota: Taken in advance; None: not yet, or its caller has no limits.
-        budget: Reserved; None: not yet, or its caller has none.
-        used: Prompt and output tokens; None: it was not served, and does not count.
-        usage: What tiers have computed of it, once that is known; only of callers with a key.
-        cost: Charged to its caller's budgets; None: it has none.
-        diverted: What became of it at the overflow; None: it was not sent there.
-    """
+    """A request that is being served."""
 
     context: RequestContext
     decision: Decision
     priority: Priority
-    slot: Slot | None = None
-    sent: float = 0.0
-    answer: EngineAnswer | None = None
-    quota: QuotaGrant | None = None
-    budget: Reservation | None = None
-    used: int | None = None
-    usage: tuple[TierUsage, ...] = ()
-    cost: Cost | None = None
-    diverted: Diverted | None = None
+    slot: Slot | None = None  # None while it waits
+    sent: float = 0.0  # when it was admitted, in seconds by the monotonic clock
+    answer: EngineAnswer | None = None  # None until it has begun
+    quota: QuotaGrant | None = None  # taken in advance; None: not yet, or its caller has no limits
+    budget: Reservation | None = None  # reserved; None: not yet, or its caller has none
+    used: int | None = None  # prompt and output tokens; None: it was not served, and does not count
+    usage: tuple[TierUsage, ...] = ()  # what tiers have computed of it, once that is known; only of callers with a key
+    cost: Cost | None = None  # charged to its caller's budgets; None: it has none
+    diverted: Diverted | None = None  # what became of it at the overflow; None: it was not sent there
 
     @property
     def state(self) -> State:
@@ -105,19 +79,13 @@ class ActiveRequest:
         return self.answer.parts[-1] if self.answer is not None and self.answer.parts else self.answer
 
     def admit(self, slot: Slot) -> None:
-        """Note its slot, and the decision that admitted it."""
         self.slot, self.decision, self.sent = slot, slot.decision, time.monotonic()
 
 
 class RequestRegistry:
     """Holds the open requests and the last records. One event loop owns it.
 
-    Attributes:
-        recent: The last records, at most ``kept``.
-        window: When requests ended, by the monotonic clock; their tier, how they ended, times, and whether the SLA was met.
-            At most ``WINDOW_RECORDS``; those older than ``WINDOW_S`` go with the next.
-        observers: Called with each record, in order.
-        totals: Since the start: records by outcome, requests, retries and continuations.
+    ``observers`` are called with each record, in order.
     """
 
     def __init__(self, server_state: ServerState, kept: int) -> None:

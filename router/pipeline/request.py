@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from classifier import Complexity, PromptClass, extract
+from classifier import Complexity, PromptClass, PromptFeatures, TokenCounter, extract
 from router.auth.api_keys import ANONYMOUS, BeyondKeyError, Caller
-from router.policy.decision import PRIORITIES, Query, Sla
+from router.policy.decision import PRIORITIES, Priority, Query, Sla, Sort
+from router.telemetry.record import Journey
+from router.upstream.engine_request import EngineRequest
 from tiers.prefix_memory import Part, Prefix
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from classifier import PromptFeatures, TokenCounter
-    from router.policy.decision import Priority, Sort
-    from router.telemetry.record import Journey
-    from router.upstream.engine_request import EngineRequest
-    from tiers.spec import TemplateTokens, TierName
+from tiers.spec import TemplateTokens, TierName
 
 NO_BOUNDS = Sla()
 Truncate = Literal["oldest", "middle"]
@@ -29,24 +24,18 @@ MAX_COUNT = 1 << 40  # bound of token counts: far above any context or quota, an
 
 @dataclass(slots=True)
 class RequestContext:
-    """A request's ids and caller, from its first to its last byte.
+    """A request's ids and caller, from its first to its last byte."""
 
-    Attributes:
-        request_id: The caller's own if it sent a usable one.
-        route: The path.
-        sent: The request's headers, with names in lower case; of those that share a name, the first.
-        arrived: When the whole request was there, by the monotonic clock, in seconds.
-        journey: What it goes through; None: it is not to be served, or not decided on yet.
-        limits: Headers about the key's quotas, filled once they are known; errors carry them as well.
-    """
-
-    request_id: str
+    request_id: str  # the caller's own if it sent a usable one
     trace_id: str
     caller: Caller = ANONYMOUS
-    route: str = ""
+    route: str = ""  # the path
+    # the request's headers, with names in lower case; of those that share a name, the first
     sent: Mapping[bytes, bytes] = field(default_factory=dict)
+    # when the whole request was there, by the monotonic clock, in seconds
     arrived: float = field(default_factory=time.monotonic)
-    journey: Journey | None = None
+    journey: Journey | None = None  # what it goes through; None: it is not to be served, or not decided on yet
+    # headers about the key's quotas, filled once they are known; errors carry them as well
     limits: dict[str, str] = field(default_factory=dict)
 
     def header(self, name: bytes) -> str | None:
@@ -65,32 +54,21 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True)
 class PromptText:
-    """What routing reads of a prompt.
+    """What routing reads of a prompt."""
 
-    Attributes:
-        text: The user's last turn, which is classified.
-        prompt_tokens: Of the longest prompt, without the chat template; None: those of ``text`` and ``system_tokens``.
-        system_tokens: Of the system prompt; ignored if ``prompt_tokens`` is given.
-        all_tokens: Of all prompts together; 0: there is one.
-        messages: Of a chat; 0 for a completion.
-        system: Whether the chat has a system message.
-        other_parts: Kinds of parts that are not text, such as ``image_url``.
-        prompts: How many, each answered on its own.
-        parts: All that the model reads, in order; empty: not known, as with parts that are not text. A part of -1 tokens
-            is ``text``.
-        salt: The caller's own, which keeps its prefix from being shared with others; empty: none.
-    """
-
-    text: str
+    text: str  # the user's last turn, which is classified
+    # of the longest prompt, without the chat template; None: those of ``text`` and ``system_tokens``
     prompt_tokens: int | None = None
-    system_tokens: int = 0
-    all_tokens: int = 0
-    messages: int = 0
-    system: bool = False
-    other_parts: tuple[str, ...] = ()
-    prompts: int = 1
+    system_tokens: int = 0  # of the system prompt; ignored if ``prompt_tokens`` is given
+    all_tokens: int = 0  # of all prompts together; 0: there is one
+    messages: int = 0  # of a chat; 0 for a completion
+    system: bool = False  # whether the chat has a system message
+    other_parts: tuple[str, ...] = ()  # kinds of parts that are not text, such as ``image_url``
+    prompts: int = 1  # how many, each answered on its own
+    # all that the model reads, in order; empty: not known, as with parts that are not text. A part of -1 tokens is
+    # ``text``
     parts: tuple[Part, ...] = ()
-    salt: str = ""
+    salt: str = ""  # the caller's own, which keeps its prefix from being shared with others; empty: none
 
     def classify(self, counter: TokenCounter, second: Sequence[float] = ()) -> PromptFeatures:
         """Return the text's features. What cannot be read, as images and token ids, counts as complex."""
@@ -103,63 +81,38 @@ class PromptText:
 
 @dataclass(frozen=True, slots=True)
 class RoutingOptions:
-    """What a caller says about routing, on every endpoint.
+    """What a caller says about routing, on every endpoint."""
 
-    Attributes:
-        hint: The tier asked for; None: any.
-        hint_field: The field that names it, for errors.
-        require: Hint and SLA are conditions, not preferences.
-        priority: In vLLM's numbers, lower first; within what the caller's key allows.
-        precisions: That may serve it, by OpenRouter's names; None: any.
-        only: The tiers that may serve it; None: all.
-        sort: What the choice is to be made by; None: by the policy.
-        truncate: What is to be cut of a prompt that fits no context; None: nothing.
-        overflow: A server outside of the fleet may answer if every tier is full.
-    """
-
-    hint: TierName | None = None
-    hint_field: str = ""
-    require: bool = False
+    hint: TierName | None = None  # the tier asked for; None: any
+    hint_field: str = ""  # the field that names it, for errors
+    require: bool = False  # hint and SLA are conditions, not preferences
     sla: Sla = NO_BOUNDS
-    priority: int = PRIORITIES["standard"]
-    precisions: frozenset[str] | None = None
-    only: frozenset[TierName] | None = None
-    sort: Sort | None = None
-    truncate: Truncate | None = None
-    overflow: bool = True
+    priority: int = PRIORITIES["standard"]  # in vLLM's numbers, lower first; within what the caller's key allows
+    precisions: frozenset[str] | None = None  # that may serve it, by OpenRouter's names; None: any
+    only: frozenset[TierName] | None = None  # the tiers that may serve it; None: all
+    sort: Sort | None = None  # what the choice is to be made by; None: by the policy
+    truncate: Truncate | None = None  # what is to be cut of a prompt that fits no context; None: nothing
+    overflow: bool = True  # a server outside of the fleet may answer if every tier is full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One request, parsed by its endpoint.
-
-    Attributes:
-        asked: What an engine is asked for it.
-        max_tokens: The most output tokens of each answer.
-        limited: Whether its caller named them; otherwise an answer may be shorter, where the context ends.
-        sequences: Answers: prompts times choices.
-        undraftable: Its parameters that engines with a draft refuse; empty: none.
-        truncated: What was cut of its prompt, for people; empty: nothing.
-        session: What its caller names its conversation by; empty: nothing.
-        streamed: Whether the answer is to be a stream.
-        report: Whether the answer is to say who served it.
-        resumable: Whether its stream is kept for a while, so that a client can read on.
-        cut: Cuts its prompt by a ``Cutter``, where it fits no context; None: its caller has not asked for it.
-    """
+    """One request, parsed by its endpoint."""
 
     context: RequestContext
     prompt: PromptText
     options: RoutingOptions
-    asked: EngineRequest
-    max_tokens: int
-    limited: bool = True
-    sequences: int = 1
-    undraftable: str = ""
-    truncated: str = ""
-    session: str = ""
-    streamed: bool = True
-    report: bool = False
-    resumable: bool = False
+    asked: EngineRequest  # what an engine is asked for it
+    max_tokens: int  # the most output tokens of each answer
+    limited: bool = True  # whether its caller named them; otherwise an answer may be shorter, where the context ends
+    sequences: int = 1  # answers: prompts times choices
+    undraftable: str = ""  # its parameters that engines with a draft refuse; empty: none
+    truncated: str = ""  # what was cut of its prompt, for people; empty: nothing
+    session: str = ""  # what its caller names its conversation by; empty: nothing
+    streamed: bool = True  # whether the answer is to be a stream
+    report: bool = False  # whether the answer is to say who served it
+    resumable: bool = False  # whether its stream is kept for a while, so that a client can read on
+    # cuts its prompt by a ``Cutter``, where it fits no context; None: its caller has not asked for it
     cut: Callable[[Call, Any], Call] | None = None
 
     def query(self, features: PromptFeatures, template: TemplateTokens, *, affinity: bool = False) -> Query:
@@ -205,8 +158,7 @@ def session_of(context: RequestContext, *named: Any) -> str:
 def priority_within(caller: Caller, value: int, field: str, asked: str) -> int:
     """Return a priority in vLLM's numbers (lower is sooner), limited to the highest class of the caller's key.
 
-    Raises:
-        BeyondKeyError: It is beyond that class, and the key refuses such requests.
+    ``BeyondKeyError``: it is beyond that class, and the key refuses such requests.
     """
     highest = PRIORITIES[caller.max_priority]
     if value < highest and caller.over == "refuse":
@@ -215,11 +167,7 @@ def priority_within(caller: Caller, value: int, field: str, asked: str) -> int:
 
 
 def class_priority(caller: Caller, asked: Priority | None, field: str) -> int:
-    """Return the number of a priority class; None asks for standard, or for the key's highest class if that is lower.
-
-    Raises:
-        BeyondKeyError: The class is beyond the key's, and the key refuses such requests.
-    """
+    """Return the number of a priority class; None asks for standard, or the key's highest class if that is lower."""
     if asked is None:
         return max(PRIORITIES["standard"], PRIORITIES[caller.max_priority])
     return priority_within(caller, PRIORITIES[asked], field, asked)

@@ -8,37 +8,25 @@ the request's key holds, then by deadline.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
-
-    from tiers.spec import TierName
+from tiers.spec import TierName
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """One waiting request. Times are seconds by the monotonic clock.
+    """One waiting request. Times are seconds by the monotonic clock."""
 
-    Attributes:
-        key_id: Of the caller's key.
-        rank: Its priority class, lower first.
-        since: When it came.
-        deadline: When it wants its first token.
-        tiers: That could serve it when ready and free.
-        slots: That it takes.
-        long: Whether its prompt is too long for a replica with a full KV cache.
-    """
-
-    key_id: str
-    rank: int
-    since: float
-    deadline: float
-    tiers: frozenset[TierName]
-    slots: int
-    long: bool
+    key_id: str  # of the caller's key
+    rank: int  # its priority class, lower first
+    since: float  # when it came
+    deadline: float  # when it wants its first token
+    tiers: frozenset[TierName]  # that could serve it when ready and free
+    slots: int  # that it takes
+    long: bool  # whether its prompt is too long for a replica with a full KV cache
 
 
 E = TypeVar("E", bound=Waiter)
@@ -66,23 +54,18 @@ class _KindQueue(Generic[E]):
 
 
 class RequestQueue(Generic[E]):
-    """All waiting requests. A change of ``held``, the slots that each key holds, changes the order.
-
-    Attributes:
-        count: Of all of them.
-    """
+    """All waiting requests. A change of ``held``, the slots that each key holds, changes the order."""
 
     def __init__(self, held: Mapping[str, int]) -> None:
         self._held = held
         self._queues: dict[tuple[frozenset[TierName], bool, int], _KindQueue[E]] = {}
-        self.count = 0
+        self.count = 0  # of all of them
 
     def add(self, waiter: E) -> None:
         self._queues.setdefault(_kind(waiter), _KindQueue(waiter.tiers)).add(waiter)
         self.count += 1
 
     def remove(self, waiter: E) -> None:
-        """Take a request out, unless it is out already."""
         kind = _kind(waiter)
         queue = self._queues.get(kind)
         if queue is None or waiter not in queue.arrived:
@@ -100,11 +83,6 @@ class RequestQueue(Generic[E]):
         return min((waiter for waiter in firsts if waiter not in passed_over), key=self._order, default=None)
 
     def last(self) -> E:
-        """Return the last request.
-
-        Raises:
-            ValueError: None waits.
-        """
         groups = (group for queue in self._queues.values() for group in queue.groups.values())
         return max((group[-1] for group in groups), key=self._order)
 
@@ -114,7 +92,6 @@ class RequestQueue(Generic[E]):
         return min(firsts, key=attrgetter("since"), default=None)
 
     def waiting_for(self, tier: TierName) -> int:
-        """Return the number of requests that a tier could serve."""
         return sum(len(queue.arrived) for queue in self._for((tier,)))
 
     def slots_before(self, waiter: E, tiers: Collection[TierName]) -> int:

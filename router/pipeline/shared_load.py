@@ -20,21 +20,16 @@ import logging
 import math
 import secrets
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from pydantic_core import to_json
 
 from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, RedisClock, connect, outage
 from router.upstream.json_object import read_json
 from tiers.background import Faults
-from tiers.replica import PeerLoad, Share
+from tiers.fleet import Fleet
+from tiers.replica import PeerLoad, Replica, Share
 from tiers.spec import ReplicaStatus, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tiers.fleet import Fleet
-    from tiers.replica import Replica
 
 log = logging.getLogger(f"qarr.{__name__}")
 EVERY_S = 0.5
@@ -164,11 +159,7 @@ class SharedLoad:
         await self._redis.aclose()
 
     async def exchange(self) -> bool:
-        """Report this router's load, and apply the answer; return whether a share has fallen.
-
-        Raises:
-            RedisError: Redis does not serve; likewise OSError and TimeoutError.
-        """
+        """Report this router's load, and apply the answer; return whether a share has fallen. See ``UNAVAILABLE``."""
         began = time.monotonic()
         own = self._own(began)
         async with asyncio.timeout(REDIS_TIMEOUT_S):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping  # noqa: TC003  pydantic reads it for the decision log
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from statistics import fmean
@@ -14,7 +14,7 @@ from pydantic import Field
 from classifier import PromptClass, PromptFeatures
 from classifier.kinds import Complexity
 from router.policy.losses import CLASSES, NO_LOSS, ExpectedLoss, mixed
-from tiers.prefix_memory import Prefix  # noqa: TC001
+from tiers.prefix_memory import Prefix
 from tiers.quantization import quantizations_of
 from tiers.spec import TierName
 

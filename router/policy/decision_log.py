@@ -1,32 +1,25 @@
 """The decision log: everything that a decision was made from, so that it can be made again. It holds no prompts.
 
-JSON lines of four kinds. ``policy``: the policy's parameters, under the digest that decisions name them by; at the start
-of every file, and whenever they change. ``decision``: the request as the policy saw it, the fleet's snapshot, and what was
-decided. ``outcome``: how the request ended. ``overflow``: what became of it where no tier had a slot for it, and another
-server was to answer.
+JSON lines of four kinds, one a class below. ``policy`` comes at the start of every file, and whenever the parameters change.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from msgspec import Struct, convert, structs, to_builtins
 from pydantic import Field, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from router.line_file import LineWriter
-from router.policy.decision import PolicyParameters, Query, Refusal
+from router.policy.decision import Decision, PolicyParameters, Query, Refusal
 from router.policy.profiles import ProfileError, first_fault
 from tiers.snapshot import FleetSnapshot, KvCache, Pause, Trends, load_of
-from tiers.spec import TierName  # noqa: TC001  pydantic reads it
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from router.policy.decision import Decision
+from tiers.spec import TierName
 
 KEPT_FILES = 3
 
@@ -62,11 +55,6 @@ def _fleet_line(fleet: FleetSnapshot) -> dict[str, Any]:
 
 
 def _read_fleet(line: dict[str, Any]) -> FleetSnapshot:
-    """Return a snapshot from its line.
-
-    Raises:
-        ValueError: It is none.
-    """
     try:
         tiers = [_read_tier(tier) for tier in line["tiers"]]
     except (KeyError, TypeError, AttributeError) as error:
@@ -104,64 +92,45 @@ class PolicyRecord:
 
 @dataclass(frozen=True, slots=True)
 class DecisionRecord:
-    """One decision, with everything that it was made from.
+    """One decision, with everything that it was made from."""
 
-    Attributes:
-        at: Seconds since 1970.
-        policy: Digest of the parameters.
-        tier: What was decided; None: refused.
-        priority: In vLLM's numbers, lower first.
-    """
-
-    at: float
+    at: float  # seconds since 1970
     request_id: str
-    policy: str
+    policy: str  # digest of the parameters
     query: Query
     fleet: LoggedFleet
-    tier: TierName | None
+    tier: TierName | None  # what was decided; None: refused
     refusal: Refusal | None
     reason: str
     predicted_ttft_ms: float | None
     predicted_tpot_ms: float | None
-    priority: int = 0
+    priority: int = 0  # in vLLM's numbers, lower first
     kind: Literal["decision"] = "decision"
 
 
 @dataclass(frozen=True, slots=True)
 class OutcomeRecord:
-    """How a request ended. Times in milliseconds; None: not measured.
-
-    Attributes:
-        tier: The tier that served it, not always the one that was decided on.
-        ttft_ms: From the request's arrival, queue included.
-        error: The kind of error that it ended with.
-    """
+    """How a request ended. Times in milliseconds; None: not measured."""
 
     request_id: str
-    tier: TierName
+    tier: TierName  # the tier that served it, not always the one that was decided on
     prompt_tokens: int
     output_tokens: int
-    ttft_ms: float | None
+    ttft_ms: float | None  # from the request's arrival, queue included
     tpot_ms: float | None
-    error: str | None = None
+    error: str | None = None  # the kind of error that it ended with
     kind: Literal["outcome"] = "outcome"
 
 
 @dataclass(frozen=True, slots=True)
 class OverflowRecord:
-    """A request that no tier had a slot for, and that another server was to answer.
-
-    Attributes:
-        overflow: The server's name.
-        failure: Why it did not answer; None: it did.
-        error: The kind of error that the request ended with.
-    """
+    """A request that no tier had a slot for, and that another server was to answer."""
 
     request_id: str
-    overflow: str
-    failure: str | None
+    overflow: str  # the server's name
+    failure: str | None  # why it did not answer; None: it did
     output_tokens: int = 0
-    error: str | None = None
+    error: str | None = None  # the kind of error that the request ended with
     kind: Literal["overflow"] = "overflow"
 
 
@@ -189,7 +158,7 @@ class DecisionLog:
     ) -> None:
         if table is not self._table:
             self._table, self._policy = table, digest_of(table)
-            self._head = _line(PolicyRecord(self._policy, table))
+            self._head = _RECORD.dump_json(PolicyRecord(self._policy, table))
         chosen = decision.chosen
         record = DecisionRecord(
             at=round(time.time(), 4),
@@ -204,13 +173,12 @@ class DecisionLog:
             predicted_tpot_ms=chosen.predicted_tpot_ms if chosen else None,
             priority=priority,
         )
-        self._writer.put(_line(record), self._head)
+        self._writer.put(_RECORD.dump_json(record), self._head)
 
     def ended(self, outcome: OutcomeRecord | OverflowRecord) -> None:
-        self._writer.put(_line(outcome), self._head)
+        self._writer.put(_RECORD.dump_json(outcome), self._head)
 
     def close(self) -> None:
-        """Write what is queued, and close the file. Waits for seconds at most."""
         self._writer.close()
 
 
@@ -221,8 +189,7 @@ def digest_of(table: PolicyParameters) -> str:
 def read_log(path: Path) -> Iterator[Record]:
     """Yield a log's records. Lines that are no JSON are skipped: the last one is cut off when a router is killed.
 
-    Raises:
-        ProfileError: The file cannot be read, or a line is no record.
+    ``ProfileError``: the file cannot be read, or a line is no record.
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -236,7 +203,3 @@ def read_log(path: Path) -> Iterator[Record]:
         except ValidationError as error:
             if error.errors()[0]["type"] != "json_invalid":
                 raise ProfileError(f"{path} line {number} is no record of decisions: {first_fault(error)}") from None
-
-
-def _line(record: Record) -> bytes:
-    return _RECORD.dump_json(record)

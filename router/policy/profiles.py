@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
-from classifier import PromptClass  # noqa: TC001  pydantic reads these
-from classifier.kinds import Complexity  # noqa: TC001
+from classifier import PromptClass
+from classifier.kinds import Complexity
 from tiers.spec import STANDARD_TIERS, TierName, in_order
 from tiers.speed import SpeedModel
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from classifier import PromptFeatures
 from router.policy.decide import fallbacks
+from router.policy.decision import Decision, Estimate
 from router.policy.explain import verdict
+from router.policy.losses import ExpectedLoss
+from router.policy.table import PolicyStore
 from tiers.spec import TierName
-
-if TYPE_CHECKING:
-    from classifier import PromptFeatures
-    from router.policy.decision import Decision, Estimate
-    from router.policy.losses import ExpectedLoss
-    from router.policy.table import PolicyStore
 
 
 def render_estimates(decision: Decision) -> list[dict[str, Any]]:

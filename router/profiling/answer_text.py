@@ -49,7 +49,6 @@ _SENTENCE_END = regex.compile(r"(?<=[.!?…]['\")\]*]?)\s+|(?<=[。！？])|\n+"
 
 
 def signs(text: str) -> str:
-    """Return a text with one kind of quotes and minus signs."""
     return text.translate(_SIGNS)
 
 
@@ -70,7 +69,6 @@ def whole(text: str) -> str:
 
 
 def holds(answer: str, text: str) -> bool:
-    """Tell whether an answer, in its normal form, has a text as whole words."""
     return regex.search(whole(normal(text)), answer, regex.V1) is not None
 
 
@@ -102,11 +100,7 @@ def _value(digits: str) -> float:
 
 
 def first_json(text: str) -> Any:
-    """Return the first JSON value of a text: the whole text, or else in a fence, or else an object or list in prose.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return the first JSON value of a text: all of it, else in a fence, else in prose; ``ValueError``: none."""
     decoder = json.JSONDecoder(parse_constant=_refuse)
     block = FENCE.search(text)
     for candidate in (text, block[1].strip() if block else ""):
@@ -140,12 +134,9 @@ def bullets(text: str) -> int:
 
 
 def same_answer(one: str, other: str, *, numbers: bool) -> bool | None:
-    """Tell whether two answers say the same; None: they are of no kind that can be compared.
+    """Tell whether two answers to a prompt say the same; None: they are of no kind that can be compared.
 
-    Args:
-        one: An answer.
-        other: Another one to the same prompt.
-        numbers: Whether its last number is what an answer says.
+    ``numbers``: the last number is what an answer says.
     """
     pair = one[:MAX_COMPARED].strip(), other[:MAX_COMPARED].strip()
     if numbers:
@@ -163,7 +154,6 @@ def same_answer(one: str, other: str, *, numbers: bool) -> bool | None:
 
 
 def _code(text: str) -> str:
-    """Return the fenced Python of a text without comments and layout."""
     block = FENCE.search(text)
     if block is None:
         raise ValueError("no code")

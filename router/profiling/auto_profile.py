@@ -11,24 +11,20 @@ import asyncio
 import logging
 import math
 import time
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, Literal
 
-from router.policy.profiles import REFERENCE, ProfileError
+from router.policy.profiles import REFERENCE, ProfileError, QualityProfile
+from router.policy.table import PolicyStore
 from router.profiling.idle_client import IdleClient
 from router.profiling.measure_latency import LatencyPlan, measure_latency
 from router.profiling.measure_quality import Plan, measure
 from router.profiling.profile_files import JOURNAL, keep_latency, keep_quality, only_one
 from router.profiling.tasks import SUITE, TASKS, read_tasks
+from router.settings import Settings
+from tiers.fleet import Fleet
 from tiers.spec import ReplicaStatus, TierName, in_order
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-    from pathlib import Path
-
-    from router.policy.profiles import QualityProfile
-    from router.policy.table import PolicyStore
-    from router.settings import Settings
-    from tiers.fleet import Fleet
 
 log = logging.getLogger(f"qarr.{__name__}")
 STEPS = 40  # that share the time for measuring speed: there are more, but most are shorter
@@ -50,15 +46,7 @@ Attempt = tuple[What, frozenset[TierName], tuple[str | None, ...]]  # tiers, and
 class AutoProfile:
     """Measures what no profile has, and reports its progress. One event loop owns it.
 
-    Args:
-        settings: All settings.
-        fleet: The tiers to measure.
-        policy: Loads new profiles.
-        model: The served model's display name.
-        requests: Number of requests so far, and of those that are open.
-
-    Attributes:
-        client: Of the engines, while they are idle.
+    ``requests`` returns the number of requests so far, and of those that are open.
     """
 
     def __init__(
@@ -71,7 +59,7 @@ class AutoProfile:
     ) -> None:
         self._fleet, self._policy = fleet, policy
         self._folder, self._latency_s = settings.policy.profiles, settings.profile.latency_s
-        self.client = IdleClient(fleet, model, settings.profile.idle_s, requests)
+        self.client = IdleClient(fleet, model, settings.profile.idle_s, requests)  # of the engines, while they are idle
         self._tried: set[Attempt] = set()
         why = ""
         if not settings.profile.auto:
@@ -84,11 +72,7 @@ class AutoProfile:
         self._state, self._detail = ("off", why) if why else ("waiting", "tiers are starting")
 
     def render(self, *, inside: bool) -> dict[str, Any]:
-        """Return the progress, and the measured tiers, as JSON values.
-
-        Args:
-            inside: Whether to show details, which may quote addresses and paths.
-        """
+        """Return the progress and the measured tiers as JSON values; ``inside``: details may quote paths."""
         state, detail = self._state, self._detail
         if self._what is not None:
             running = self.client.asking or 0 < self._total == self._done
@@ -120,11 +104,9 @@ class AutoProfile:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def aclose(self) -> None:
-        """Close the connections to the engines, once ``run`` was cancelled."""
         await self.client.aclose()
 
     async def _look(self) -> None:
-        """Measure what is missing now."""
         states = {tier.status for tier in self._fleet.snapshot().tiers}
         if any(replica.source is not None for replica in self._fleet.replicas):  # added while the router runs
             self._show("waiting", ELSEWHERE)

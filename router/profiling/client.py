@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from abc import ABC, abstractmethod
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import httpx
 
@@ -15,12 +17,7 @@ from router.policy.profiles import ProfileError
 from router.profiling.scoring import COMPLETIONS
 from tiers.spec import TierName
 
-if TYPE_CHECKING:
-    import ssl
-    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-    from contextlib import AbstractAsyncContextManager
-
-    Sent = AbstractAsyncContextManager[httpx.Response]
+Sent = AbstractAsyncContextManager[httpx.Response]
 
 SHORTEST_LOOK_S, LOOK_S = 0.05, 0.5  # between two looks whether others are served
 BUSY_WAIT_S, LONGEST_WAIT_S = 1.0, 10.0  # before a refused request is sent again
@@ -30,58 +27,39 @@ TRY_LATER = {httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE}
 
 
 def first_of(errors: BaseExceptionGroup[ProfileError]) -> ProfileError:
-    """Return the first error of a group, which may hold groups."""
     first = errors.exceptions[0]
     return first_of(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 class MeasuredTier(NamedTuple):
-    """A ready tier.
+    """A ready tier."""
 
-    Attributes:
-        identity: Digest or URL of what it serves.
-        replicas: Number of ready ones.
-        adapters: LoRA adapters that it offers.
-    """
-
-    identity: str | None
-    replicas: int
+    identity: str | None  # digest or URL of what it serves
+    replicas: int  # number of ready ones
     max_num_seqs: int
     max_model_len: int
-    adapters: Sequence[str] = ()
+    adapters: Sequence[str] = ()  # LoRA adapters that it offers
 
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """The fleet as measurements need it.
-
-    Attributes:
-        checkpoints: Digest or URL of what each tier serves, ready or not.
-        tiers: The ready ones.
-        in_flight: Requests on all replicas.
-        served: Requests that all replicas have completed.
-        measuring: What the router measures itself now; None: nothing.
-    """
+    """The fleet as measurements need it."""
 
     model: str
     machine: str
-    checkpoints: Mapping[TierName, str | None]
-    tiers: Mapping[TierName, MeasuredTier]
-    in_flight: int = 0
-    served: int = 0
-    measuring: str | None = None
+    checkpoints: Mapping[TierName, str | None]  # digest or URL of what each tier serves, ready or not
+    tiers: Mapping[TierName, MeasuredTier]  # the ready ones
+    in_flight: int = 0  # requests on all replicas
+    served: int = 0  # requests that all replicas have completed
+    measuring: str | None = None  # what the router measures itself now; None: nothing
 
 
 class Timed(NamedTuple):
-    """One timed answer. Start and end by the monotonic clock in seconds.
-
-    Attributes:
-        tpot_ms: None for fewer than two tokens, or if all came at once.
-    """
+    """One timed answer. Start and end by the monotonic clock in seconds."""
 
     prompt_tokens: int
     ttft_ms: float
-    tpot_ms: float | None
+    tpot_ms: float | None  # None for fewer than two tokens, or if all came at once
     started: float
     ended: float
 
@@ -114,28 +92,18 @@ class Client(ABC):
 
     @abstractmethod
     async def fleet(self) -> FleetState:
-        """Return the fleet's present state.
-
-        Raises:
-            ProfileError: The router does not answer, or does not show it with this key.
-        """
+        """Return the fleet's present state; ``ProfileError``: nobody answers, or shows it with this key."""
 
     @abstractmethod
     async def undisturbed(self, step: Callable[[], Coroutine[Any, Any, None]], waiting: Callable[[], None]) -> bool:
         """Run a step, made of calls of ``time``, once nobody else is served; tell whether it stayed undisturbed.
 
-        Args:
-            step: Makes the coroutine.
-            waiting: Called while others' requests are waited for.
+        ``waiting`` is called while others' requests are waited for.
         """
 
     @abstractmethod
     def _send(self, tier: TierName, path: str, body: Mapping[str, Any], adapter: str | None = None) -> Sent:
-        """Send a request; a tier without a free slot answers 503.
-
-        Raises:
-            ProfileError: Nobody answers.
-        """
+        """Send a request; a tier without a free slot answers 503. ``ProfileError``: nobody answers."""
 
     @abstractmethod
     async def _is_quiet(self) -> bool:
@@ -149,17 +117,10 @@ class Client(ABC):
         waiting: Callable[[], None] = lambda: None,
         adapter: str | None = None,
     ) -> Any:
-        """Return a tier's whole answer, computed while nobody else is served.
+        """Return a tier's whole answer at a path of OpenAI's API, computed while nobody else is served.
 
-        Args:
-            path: Of OpenAI's API.
-            tier: The only one that may answer.
-            body: The rest of the request.
-            waiting: Called while others' requests are waited for.
-            adapter: The LoRA adapter that is to answer; None: the model itself.
-
-        Raises:
-            ProfileError: The tier refuses, or has no free slot for ``MAX_WAIT_S``.
+        ``waiting`` is called while others' requests are waited for. ``adapter``: the LoRA adapter that is to answer; None:
+        the model itself. ``ProfileError``: the tier refuses, or has no free slot for ``MAX_WAIT_S``.
         """
         deadline = time.monotonic() + MAX_WAIT_S
         while True:
@@ -171,16 +132,9 @@ class Client(ABC):
             await _later(tier, response, deadline)
 
     async def time(self, tier: TierName, prompt: list[int], tokens: int, begun: Callable[[], None]) -> Timed:
-        """Time one answer of exactly ``tokens`` tokens, within ``undisturbed``.
+        """Time one answer of exactly ``tokens`` tokens to a prompt of token ids, within ``undisturbed``.
 
-        Args:
-            tier: The only one that may answer.
-            prompt: Token ids.
-            tokens: Of the answer; the model's end of sequence is ignored.
-            begun: Called with the first token.
-
-        Raises:
-            ProfileError: The tier refuses, or breaks the answer off.
+        ``begun`` is called with the first token. ``ProfileError``: the tier refuses, or breaks the answer off.
         """
         body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
         body["stream_options"] = {"include_usage": True}
@@ -208,13 +162,7 @@ class Client(ABC):
 
 
 class RouterClient(Client):
-    """A client of a running router, with the lowest priority.
-
-    Args:
-        base_url: The router's.
-        key: For the router; empty if it needs none.
-        verify: How its certificate is checked.
-    """
+    """A client of a running router, with the lowest priority."""
 
     _own = _served = 0  # its requests in flight, and those that were answered
     _quiet_until = 0.0

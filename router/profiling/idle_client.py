@@ -9,34 +9,26 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
 from router.policy.decision import PRIORITIES
 from router.policy.profiles import ProfileError
 from router.profiling.client import Client, FleetState, MeasuredTier
-from tiers.spec import ReplicaStatus
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-
-    from tiers.fleet import Fleet, Lease
-    from tiers.spec import TierName
+from tiers.fleet import Fleet, Lease
+from tiers.spec import ReplicaStatus, TierName
 
 LONGEST_IDLE_S = 60.0
 STARTING = {ReplicaStatus.STARTING, ReplicaStatus.WARMING}
 
 
 class IdleClient(Client):
-    """A client of the fleet's engines that works while the router is idle.
+    """A client of the fleet's engines that works once the router was idle for ``idle_s``.
 
-    Args:
-        fleet: The engines to measure.
-        model: The served model's display name.
-        idle_s: For which the router must have been idle.
-        requests: Number of requests so far, and of those that are open.
+    ``requests`` returns the number of requests so far, and of those that are open.
     """
 
     patience_s, slot_patience_s = math.inf, 0.0  # a step that waits for a slot is not alone any more
@@ -50,7 +42,6 @@ class IdleClient(Client):
 
     @property
     def asking(self) -> bool:
-        """Tell whether an engine computes one of its requests."""
         return bool(self._leases)
 
     def preempt(self) -> None:
@@ -79,18 +70,11 @@ class IdleClient(Client):
             },
         )
 
-    async def ask(
-        self,
-        path: str,
-        tier: TierName,
-        body: Mapping[str, Any],
-        waiting: Callable[[], None] = lambda: None,
-        adapter: str | None = None,
-    ) -> Any:
+    async def ask(self, *args: Any, **named: Any) -> Any:
         """See ``Client``; sends cancelled requests again."""
         while True:
             with suppress(TimeoutError):
-                answer = await super().ask(path, tier, body, waiting, adapter)
+                answer = await super().ask(*args, **named)
                 self._wait_s = self._idle_s
                 return answer
 
@@ -112,8 +96,7 @@ class IdleClient(Client):
     ) -> AsyncIterator[httpx.Response]:
         """Send a request whatever the replica's limit: nobody is served. Without tokens it does not affect predictions.
 
-        Raises:
-            TimeoutError: It was cancelled for somebody else's request.
+        ``TimeoutError``: it was cancelled for somebody else's request.
         """
         lease = self._fleet.lease(tier, prompt_tokens=0, max_tokens=0, over_limit=True)
         if lease is None:

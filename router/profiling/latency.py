@@ -8,18 +8,14 @@ of the median slowdown of single requests that were decoded while other tiers we
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median, pstdev
-from typing import TYPE_CHECKING
 
 from router.policy.profiles import Fit, FitError, ProfileError, Sample, percentile
 from tiers.least_squares import least_squares
+from tiers.spec import TierName
 from tiers.speed import Load, SpeedModel
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from tiers.spec import TierName
 
 BUNCHED = 0.1  # of the smallest batch's median time a token: no batch is decoded in less
 KNEE_PAYS = 0.7  # a knee must reduce the line's squared error to less than this share
@@ -30,9 +26,6 @@ def fit_all(samples: Sequence[Sample], max_num_seqs: Mapping[TierName, int]) -> 
 
     It is the geometric mean of the tiers' slowdowns: a few samples of each do not show a difference. Where tiers share the
     machine fairly, none is slowed more than by their number; what was measured beyond that had other causes.
-
-    Raises:
-        ProfileError: There are too few samples.
     """
     own = [fit(tier, samples, most) for tier, most in max_num_seqs.items()]
     slowdowns = [1 + min(found.contention, len(own) - 1) for found in own]
@@ -41,17 +34,7 @@ def fit_all(samples: Sequence[Sample], max_num_seqs: Mapping[TierName, int]) -> 
 
 
 def fit(tier: TierName, samples: Sequence[Sample], max_num_seqs: int, contention: float | None = None) -> Fit:
-    """Fit one tier's speed model to its samples.
-
-    Args:
-        tier: The tier.
-        samples: Of all tiers.
-        max_num_seqs: Of the tier's engines.
-        contention: None: fit it too.
-
-    Raises:
-        ProfileError: There are too few.
-    """
+    """Fit one tier's speed model to the samples of all; ``contention`` None: fit it too. ``ProfileError``: too few."""
     own = _paced([s for s in samples if s.tier is tier])
     decoded = [s for s in own if s.tpot_ms is not None and not s.neighbours]
     begun = [s for s in own if s.ttft_ms is not None and not s.neighbours and s.sequences < max_num_seqs]

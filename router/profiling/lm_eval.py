@@ -9,24 +9,21 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from classifier import Complexity, EstimatingCounter, PromptClass, extract
 from router.policy.profiles import REFERENCE, Frozen, ProfileError, QualityProfile, first_fault
+from router.profiling.client import FleetState
 from router.profiling.scoring import Judged, count
 from tiers.spec import TierName
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from router.profiling.client import FleetState
-
-    Run = tuple[TierName | None, Path]
+Run = tuple[TierName | None, Path]
 
 SAMPLES = re.compile(r"samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
 CLASSES = Path(__file__).with_name("lm_eval_classes.toml")
@@ -90,13 +87,9 @@ class Imported(NamedTuple):
 def import_runs(runs: Sequence[Run], known: Mapping[str, Known], fleet: FleetState) -> Imported:
     """Make a profile of the fleet's tiers from the harness's logs.
 
-    Args:
-        runs: Folders with runs at any depth, and the tier that answered there; None: the model's name is the tier.
-        known: Classes of tasks by pattern; the first that fits counts.
-        fleet: The fleet that answered.
-
-    Raises:
-        ProfileError: A log cannot be read, a task's class is not known, or there is nothing to compare.
+    ``runs`` are folders with runs at any depth, and the tier that answered there; None: the model's name is the tier.
+    ``known``: classes of tasks by pattern; the first that fits counts. ``ProfileError``: a log cannot be read, a task's
+    class is not known, or there is nothing to compare.
     """
     answers = {(a.tier, a.task): a for tier, path in _newest(runs) for a in _judged(tier, path, known)}
     tiers = {tier for tier, _ in answers}
@@ -123,11 +116,7 @@ def import_runs(runs: Sequence[Run], known: Mapping[str, Known], fleet: FleetSta
 
 
 def read_classes(path: Path) -> dict[str, Known]:
-    """Read classes of tasks by pattern, JSON or TOML: a class, or a table of class and complexity.
-
-    Raises:
-        ProfileError: The file cannot be read, or a class is none.
-    """
+    """Read classes of tasks by pattern, JSON or TOML: each a class, or a table of class and complexity."""
     try:
         text = path.read_text("utf-8")
         rows = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)

@@ -11,15 +11,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from router.policy.profiles import LatencyProfile, ProfileError, Sample
-from router.profiling.client import first_of
+from router.profiling.client import Client, FleetState, Timed, first_of
 from router.profiling.latency import fit_all
-
-if TYPE_CHECKING:
-    from router.profiling.client import Client, FleetState, Timed
-    from tiers.spec import TierName
+from tiers.spec import TierName
 
 LENGTHS = (16, 64, 256, 1024)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -34,20 +31,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LatencyPlan:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        step_s: Approximate duration of one step in seconds; bounds prompt and answer lengths on slow tiers.
-        tiers: The tiers to measure; empty: all ready ones.
-        budget_s: Approximate duration of all steps in seconds; long prompts and large batches that the fit does not need
-            are skipped for it.
-        attempts: At a step that others' requests disturb.
-    """
-
-    step_s: float
-    tiers: tuple[TierName, ...] = ()
+    step_s: float  # approximate duration of one step in seconds; bounds prompt and answer lengths on slow tiers
+    tiers: tuple[TierName, ...] = ()  # the tiers to measure; empty: all ready ones
+    # approximate duration of all steps in seconds; long prompts and large batches that the fit does not need are
+    # skipped for it
     budget_s: float = math.inf
-    attempts: float = 3
+    attempts: float = 3  # at a step that others' requests disturb
 
 
 async def measure_latency(
@@ -55,13 +46,8 @@ async def measure_latency(
 ) -> LatencyProfile:
     """Measure the tiers of the plan, and return the profile.
 
-    Args:
-        client: Sends requests to the tiers.
-        plan: What to measure.
-        progress: Called with the next step, the number of steps done, and their approximate total.
-
-    Raises:
-        ProfileError: The router does not answer, a tier is not ready, or others' requests do not end.
+    ``progress`` is called with the next step, the number of steps done, and their approximate total. ``ProfileError``: the
+    router does not answer, a tier is not ready, or others' requests do not end.
     """
     fleet = await client.fleet()
     if not fleet.tiers:
@@ -215,7 +201,6 @@ class _Run:
         return expected_s > self._plan.step_s or self._spent_s + TIMES * expected_s > until_s
 
     async def together(self) -> None:
-        """Measure the tiers while all of them have requests."""
         slowest_s = max(map(self._single_step, self._tiers)) / 1000
         length_s = max(self._plan.step_s, 8 * slowest_s * len(self._tiers))
         for batch in TOGETHER_BATCHES:

@@ -38,41 +38,26 @@ CHARS_PER_TOKEN = 4.0  # of long prompts: those that may be too long for a tier 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        tasks: In the order in which they are asked, within a kind.
-        name: Of the tasks, for people.
-        journal: File of judged answers, in JSON lines.
-        parallel: Tasks at a time; None: as many as the tiers' engines compute at once.
-        diagnosed: Answers of each kind and tier that are scored as well.
-        adapter: The LoRA adapter that answers on every tier, the reference too; None: the model itself.
-        worth: What one more answer of a kind tells about a tier; nothing is asked where it is 0. None: ask everything.
-        keep: Takes what is known so far, now and then.
-        runs: Runs the code of an answer with a test; None: tasks that need it are left out.
-    """
-
-    tasks: tuple[Task, ...]
-    name: str
-    journal: Path
-    parallel: int | None = None
-    diagnosed: int = DIAGNOSED
-    adapter: str | None = None
+    tasks: tuple[Task, ...]  # in the order in which they are asked, within a kind
+    name: str  # of the tasks, for people
+    journal: Path  # file of judged answers, in JSON lines
+    parallel: int | None = None  # tasks at a time; None: as many as the tiers' engines compute at once
+    diagnosed: int = DIAGNOSED  # answers of each kind and tier that are scored as well
+    adapter: str | None = None  # the LoRA adapter that answers on every tier, the reference too; None: the model itself
+    # what one more answer of a kind tells about a tier; nothing is asked where it is 0. None: ask everything
     worth: Callable[[TierName, Kind], float] | None = None
-    keep: Callable[[QualityProfile], None] | None = None
+    keep: Callable[[QualityProfile], None] | None = None  # takes what is known so far, now and then
+    # runs the code of an answer with a test; None: tasks that need it are left out
     runs: Callable[[str, str], Awaitable[bool]] | None = None
 
 
 async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int], None]) -> QualityProfile:
     """Measure every ready tier, and return the profile.
 
-    Args:
-        client: Sends requests to the tiers.
-        plan: What to measure.
-        progress: Called with the last step, the number of tasks done, and their total.
-
-    Raises:
-        ProfileError: The router does not answer, the reference is not ready, or a tier refuses.
+    ``progress`` is called with the last step, the number of tasks done, and their total. ``ProfileError``: the router does
+    not answer, the reference is not ready, or a tier refuses.
     """
     fleet = await client.fleet()
     if REFERENCE not in fleet.tiers:
@@ -85,7 +70,6 @@ async def measure(client: Client, plan: Plan, progress: Callable[[str, int, int]
 
 
 def _having(fleet: FleetState, adapter: str) -> FleetState:
-    """Return the fleet without the tiers that do not offer an adapter."""
     having = {name: tier for name, tier in fleet.tiers.items() if adapter in tier.adapters}
     if REFERENCE not in having:
         raise ProfileError(
@@ -109,7 +93,8 @@ class _Run:
         self._slots = {tier: asyncio.Semaphore(n) for tier, n in slots.items()}
         self._parallel = plan.parallel or min(slots.values())
         longest = CHARS_PER_TOKEN * min(tier.max_model_len for tier in fleet.tiers.values())
-        self._tasks = {t.digest: t for t in plan.tasks if _askable(t, plan, longest)}
+        tasks = plan.tasks if plan.runs is not None else [t for t in plan.tasks if not isinstance(t.check, RunsCheck)]
+        self._tasks = {task.digest: task for task in tasks if len(task.prompt) < longest}
         self._answers: dict[tuple[str, TierName], Judged] = {}
         self._scored: Counter[tuple[TierName, Kind]] = Counter()
         self._read_journal()
@@ -238,10 +223,6 @@ class _Run:
                 self._answers[answer.task, answer.tier] = answer
                 kind = answer.prompt_class, answer.complexity
                 self._scored[answer.tier, kind] += answer.scores is not None
-
-
-def _askable(task: Task, plan: Plan, longest: float) -> bool:
-    return (plan.runs is not None or not isinstance(task.check, RunsCheck)) and len(task.prompt) / longest < 1
 
 
 def _setting(plan: Plan, fleet: FleetState, tier: TierName) -> str:

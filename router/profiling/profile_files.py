@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from router.policy.profiles import ProfileError, latency_name, load_latency, profile_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from router.policy.profiles import LatencyProfile, QualityProfile
+from router.policy.profiles import (
+    LatencyProfile,
+    ProfileError,
+    QualityProfile,
+    latency_name,
+    load_latency,
+    profile_name,
+)
 
 JOURNAL = "quality.journal.jsonl"
 LOCK = "profile.lock"
@@ -20,11 +22,7 @@ LOCK = "profile.lock"
 
 @contextmanager
 def only_one(folder: Path) -> Iterator[None]:
-    """Lock the folder against other measurements for as long as the context, or this process, lasts.
-
-    Raises:
-        ProfileError: Another measurement holds the lock, or the folder cannot be written.
-    """
+    """Lock the folder against other measurements, for as long as the context or this process lasts."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a")
@@ -42,22 +40,14 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 def keep_quality(folder: Path, profile: QualityProfile) -> Path:
-    """Write a quality profile; return its path.
-
-    Raises:
-        ProfileError: It cannot be written.
-    """
+    """Write a quality profile; return its path. ``ProfileError``: it cannot be written."""
     path = folder / profile_name(profile.checkpoints, profile.adapter)
     _write(path, profile.model_dump_json(indent=2) + "\n")
     return path
 
 
 def keep_latency(folder: Path, profile: LatencyProfile) -> Path:
-    """Write a latency profile, with earlier measurements of tiers that it lacks; return its path.
-
-    Raises:
-        ProfileError: It cannot be written.
-    """
+    """Write a latency profile, with earlier measurements of tiers that it lacks; return its path."""
     path = folder / latency_name(profile.checkpoints, profile.machine)
     if path.exists() and profile.checkpoints.keys() - {fit.tier for fit in profile.fits}:
         profile = profile.with_others(load_latency(path))

@@ -5,14 +5,10 @@ from __future__ import annotations
 import json
 import random
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from classifier import PromptFeatures
 from router.line_file import LineWriter
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from classifier import PromptFeatures
 
 MAX_PROMPTS = 2000
 
@@ -21,7 +17,9 @@ class PromptSamples:
     """Writes a share of all prompts to a file that only its owner can read, up to ``MAX_PROMPTS``."""
 
     def __init__(self, path: Path, share: float) -> None:
-        self._share, self._left = share, MAX_PROMPTS - _count_lines(path)
+        self._share, self._left = share, MAX_PROMPTS
+        with suppress(OSError), path.open("rb") as file:
+            self._left -= sum(1 for _ in file)
         self._writer = LineWriter(path, "the file of sampled prompts")
 
     def offer(self, text: str, features: PromptFeatures) -> None:
@@ -32,11 +30,4 @@ class PromptSamples:
         self._writer.put(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
 
     def close(self) -> None:
-        """Write what is queued, for a few seconds at most, and close the file."""
         self._writer.close()
-
-
-def _count_lines(path: Path) -> int:
-    with suppress(OSError), path.open("rb") as file:
-        return sum(1 for _ in file)
-    return 0

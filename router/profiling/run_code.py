@@ -35,8 +35,7 @@ def code_of(answer: str) -> str:
 async def passes(answer: str, test: str) -> bool:
     """Run the answer's code and then the test; True if the test comes to its end.
 
-    Raises:
-        ProfileError: The kernel refuses to lock the process in; nothing was run.
+    ``ProfileError``: the kernel refuses to lock the process in; nothing was run.
     """
     return await asyncio.to_thread(run, code_of(answer[:LONGEST]), test)
 

@@ -11,20 +11,17 @@ import builtins
 import math
 import re
 import warnings
-from collections.abc import ItemsView, KeysView, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Sequence, ValuesView
 from copy import deepcopy
 from functools import partial
 from itertools import takewhile
 from textwrap import dedent
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from simpleeval import BASIC_ALLOWED_ATTRS, DEFAULT_OPERATORS, EvalWithCompoundTypes
 
 from router.profiling.answer_text import FENCE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 MAX_SIZE = 5_000  # of one value: characters, elements and 32 bits of integers, all levels together
 MAX_BITS = 8_000  # of a power
@@ -94,11 +91,7 @@ _DATA = (int, float, str, range, slice, SimpleNamespace, type(None), *_GROUPS)
 
 
 def size(value: Any) -> int:
-    """Return a value's size.
-
-    Raises:
-        TooMuchWorkError: It is over ``MAX_SIZE``.
-    """
+    """Return a value's size; ``TooMuchWorkError``: it is over ``MAX_SIZE``."""
     total, left = 0, [value]
     while left:
         item = left.pop()
@@ -252,15 +245,10 @@ def _parse(text: str) -> ast.Module:
 
 
 def compute(text: str, function: str | None, calls: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return what a function of a text returns for each list of arguments.
+    """Return what a function of a text, a program or prose around one, returns for each list of arguments.
 
-    Args:
-        text: A program, or prose around one.
-        function: Its name; None: what the program defines last. A program may be one expression as well.
-        calls: Arguments. A value that is no function stands for all that it would return.
-
-    Raises:
-        Exception: Of any kind: the text is no program, computes too much, or fails.
+    Without a name it is what the program defines last; a program may be one expression as well. A value that is no function
+    stands for all that it would return. Any ``Exception``: the text is no program, computes too much, or fails.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of doubtful escapes

@@ -42,19 +42,14 @@ class Scores(Frozen):
 
 
 class Judged(Frozen):
-    """One tier's answer to one task.
+    """One tier's answer to one task."""
 
-    Attributes:
-        task: Digest of the task.
-        scores: None: not scored.
-    """
-
-    task: str
+    task: str  # digest of the task
     prompt_class: PromptClass
     complexity: Complexity
     tier: TierName
     right: bool
-    scores: Scores | None = None
+    scores: Scores | None = None  # None: not scored
 
 
 def answer_body(messages: Sequence[Any], tokens: int, *, scored: bool) -> dict[str, Any]:
@@ -69,11 +64,9 @@ def text_of(answer: Mapping[str, Any]) -> str:
 
 
 async def score(answer: Mapping[str, Any], ask: Callable[[dict[str, Any]], Awaitable[Any]]) -> Scores:
-    """Score an answer to ``answer_body``, in which tokens are named ``token_id:123``.
+    """Score an answer to ``answer_body``, a chat completion in which tokens are named ``token_id:123``.
 
-    Args:
-        answer: A chat completion.
-        ask: Has the reference answer the body of a completion.
+    ``ask`` has the reference answer the body of a completion.
     """
     choice, prompt = answer["choices"][0], answer["prompt_token_ids"]
     own = [
@@ -115,9 +108,7 @@ def compare(
 def kl_divergence(p: Mapping[int, float], q: Mapping[int, float]) -> float:
     """Return KL(P‖Q) in nats of two truncated distributions, coarsened to the tokens of both and one rest.
 
-    Args:
-        p: Log-probabilities by token id; they sum to at most 1.
-        q: The same.
+    Both are log-probabilities by token id, which sum to at most 1.
     """
     shared = p.keys() & q.keys()
     tiny = 1e-9  # what rounding leaves of a rest

@@ -12,24 +12,20 @@ import asyncio
 import logging
 import random
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from classifier import PromptClass
+from router.policy.decision import Decision
 from router.policy.profiles import REFERENCE, ProfileError
 from router.profiling.answer_text import same_answer
-from router.profiling.scoring import CHAT, COMPLETIONS, answer_body, score, text_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from router.policy.decision import Decision
-    from router.profiling.idle_client import IdleClient
-    from router.profiling.scoring import Scores
-    from router.telemetry.tracing import Telemetry
-    from tiers.fleet import Fleet
-    from tiers.spec import TierName
+from router.profiling.idle_client import IdleClient
+from router.profiling.scoring import CHAT, COMPLETIONS, Scores, answer_body, score, text_of
+from router.telemetry.tracing import Telemetry
+from tiers.fleet import Fleet
+from tiers.spec import TierName
 
 log = logging.getLogger(f"qarr.{__name__}")
 ANSWER_TOKENS = 64
@@ -48,15 +44,11 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class Drift:
-    """The last answers of one class on one tier.
+    """The last answers of one class on one tier."""
 
-    Attributes:
-        answers: Of each, whether it is the reference's (None: it could not be compared), and its scores.
-        checked: Number of answers ever checked; ``compared``: of these, those that could be compared.
-    """
-
+    # of each, whether it is the reference's (None: it could not be compared), and its scores
     answers: deque[tuple[bool | None, Scores]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    checked: int = 0
+    checked: int = 0  # number of answers ever checked; ``compared``: of these, those that could be compared
     compared: int = 0
 
     def add(self, scores: Scores, *, same: bool | None) -> None:
@@ -80,12 +72,7 @@ class Drift:
 
 
 class ShadowEvaluation:
-    """Keeps samples, and compares answers to them while the engines are idle.
-
-    Attributes:
-        share: Of answered prompts that are kept, by chance.
-        drifts: By class and tier.
-    """
+    """Keeps a ``share`` of answered prompts, by chance, and compares answers to them while the engines are idle."""
 
     def __init__(self, share: float, fleet: Fleet, client: IdleClient, telemetry: Telemetry) -> None:
         self.share, self._fleet, self._client, self._telemetry = share, fleet, client, telemetry
@@ -100,7 +87,6 @@ class ShadowEvaluation:
             self._samples.append(Sample(decision.query.features.prompt_class, messages, tier))
 
     async def run(self) -> None:
-        """Check samples while the engines are idle, until cancelled."""
         while True:
             await self._client.until_quiet()
             if self._samples:

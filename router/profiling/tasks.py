@@ -53,10 +53,8 @@ class Task(Frozen):
 def read_tasks(path: Path) -> tuple[Task, ...]:
     """Read tasks, a JSON object a line, from a file or a folder's ``*.jsonl``.
 
-    Id, class and complexity may be left out: the classifier judges the prompt.
-
-    Raises:
-        ProfileError: The file cannot be read or has no tasks, a line is no task, or two have the same id.
+    Id, class and complexity may be left out: the classifier judges the prompt. ``ProfileError``: the file cannot be read or
+    has no tasks, a line is no task, or two have the same id.
     """
     if path.is_dir():
         return tuple(task for file in sorted(path.glob("*.jsonl")) for task in read_tasks(file))

@@ -17,15 +17,12 @@ import logging
 import os
 import socket
 import struct
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from router.aio import end_tasks
 from tiers.background import lasting
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
-    from pathlib import Path
 
 log = logging.getLogger(f"qarr.{__name__}")
 HELLO, READY, LEAVING, TAKEN = b"take over 1\n", b"ready\n", b"leaving\n", b"taken\n"
@@ -44,7 +41,6 @@ class TakenError(TakeoverError):
 
 
 def control_path(folder: Path, port: int) -> Path:
-    """Return the path of the control socket of the router on a port."""
     return folder / f"router-{port}.sock"
 
 
@@ -56,11 +52,7 @@ class HandoverClient:
 
     @classmethod
     def ask(cls, path: Path) -> tuple[HandoverClient, socket.socket]:
-        """Ask the running router for its listening socket; the old router keeps serving.
-
-        Raises:
-            TakeoverError: No router listens there, or it does not hand over its socket.
-        """
+        """Ask the running router for its listening socket; it keeps serving. ``TakeoverError``: it does not give it."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(ANSWER_S)
         try:
@@ -105,10 +97,7 @@ class HandoverClient:
 async def handing_over(
     path: Path, listening: socket.socket, version: str, leave: Callable[[], None]
 ) -> AsyncIterator[None]:
-    """Hand over the listening socket to routers that ask, for as long as the context lasts.
-
-    An existing control socket at ``path`` is replaced; ``leave`` is called when another router serves.
-    """
+    """Hand over the listening socket to routers that ask, within the context; call ``leave`` when one serves."""
     with _control_socket(path) as control, listening.dup() as shared:
         handover = _Handover(control, shared, version, leave)
         task = asyncio.create_task(lasting(handover.accept, "handing over"), name="hand over")
@@ -140,16 +129,12 @@ def _control_socket(path: Path) -> Iterator[socket.socket]:
 
 
 class _Handover:
-    """The old router's side. A task answers each new router, so that a silent one delays no other.
-
-    Attributes:
-        peers: These tasks with their connections, the oldest first.
-    """
+    """The old router's side. A task answers each new router, so that a silent one delays no other."""
 
     def __init__(self, control: socket.socket, shared: socket.socket, version: str, leave: Callable[[], None]) -> None:
         self._control, self._shared, self._version, self._leave = control, shared, version, leave
         self._taken = False
-        self.peers: dict[asyncio.Task[None], socket.socket] = {}
+        self.peers: dict[asyncio.Task[None], socket.socket] = {}  # these tasks with their connections, the oldest first
 
     async def accept(self) -> None:
         """Answer new routers until cancelled; if too many are connected, end the oldest connection."""

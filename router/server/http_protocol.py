@@ -6,14 +6,19 @@ the connection ends.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import resource
 import socket
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from collections import deque
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from starlette.responses import Response
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from router.aio import Signal
 from router.server.errors import (
@@ -24,19 +29,9 @@ from router.server.errors import (
     TooManyConnectionsError,
 )
 from router.server.responder import Responder
+from router.server.settings import ServerSettings
 
-if TYPE_CHECKING:
-    import asyncio
-    from collections import deque
-    from collections.abc import Callable
-
-    from starlette.responses import Response
-    from uvicorn._types import ASGI3Application
-    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
-
-    from router.server.settings import ServerSettings
-
-    Refusal = Callable[[Exception, str], Response]  # of an error and a path
+Refusal = Callable[[Exception, str], Response]  # of an error and a path
 
 log = logging.getLogger(f"qarr.{__name__}")
 # A refused client's further bytes are read and discarded: closing at once would destroy the answer, which many clients
@@ -103,7 +98,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _stalled: asyncio.TimerHandle | None = None  # for what it must read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept a connection; drop it if there are far too many."""
         super().connection_made(transport)
         self.pipeline = cast("deque[tuple[RequestResponseCycle, ASGI3Application]]", _Line())
         beyond = len(self.connections) - self.bounds.max_connections
@@ -210,7 +204,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._settle()
 
     def on_response_complete(self) -> None:
-        """Continue with the next request, unless the connection ends."""
         if self._leaving:
             self.server_state.total_requests += 1
             return
@@ -251,7 +244,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return True
 
     def _expect(self) -> None:
-        """Set the deadline of the part that the client sends, unless it is set."""
         if self._deadline is None:
             limit_s = self.bounds.body_timeout_s if self._in_body else self.bounds.header_timeout_s
             self._deadline = self.loop.call_later(limit_s, self._too_late)
@@ -340,11 +332,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._stalled = self.loop.call_later(self.bounds.write_timeout_s, self.cut, why)
         if self.transport.get_write_buffer_size() > LARGE_ANSWER:
             self.untaken[self] = None
-            while len(self.untaken) > 1 and self._left_untaken() > UNTAKEN_BYTES:
+            sizes = {each: each.transport.get_write_buffer_size() for each in self.untaken}
+            while len(self.untaken) > 1 and sum(sizes[each] for each in self.untaken) > UNTAKEN_BYTES:
                 next(iter(self.untaken)).cut("while others left theirs as well")
-
-    def _left_untaken(self) -> int:
-        return sum(each.transport.get_write_buffer_size() for each in self.untaken)
 
     def _unstall(self) -> None:
         if self._stalled is not None:

@@ -13,11 +13,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 EVERY_S = 60.0
 # Objects more than at the last collection, about 10 MB of them; collections of younger objects before one of older ones.
@@ -40,7 +37,6 @@ def hand_back() -> None:
 
 
 async def keep_handing_back() -> None:
-    """Return free memory every minute, in a thread, until cancelled."""
     while _malloc_trim() is not None:
         await asyncio.sleep(EVERY_S)
         await asyncio.to_thread(hand_back)

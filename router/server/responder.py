@@ -8,19 +8,13 @@ request that asks for it is cancelled when its client leaves.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from router.lifecycle import ServerPhase
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
-
-    from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, Scope
-    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
-
-    from router.lifecycle import ServerState
+from router.lifecycle import ServerPhase, ServerState
 
 OUT = "qarr.out"  # in a scope: the request's ``Responder``
 HOLD = "qarr.hold"  # in the message that starts an answer: its body follows at once
@@ -31,13 +25,8 @@ _NO_BODY = {204, 304}
 class Responder:
     """One request's answer: how far it is, and what the application sends as HTTP/1.1.
 
-    Attributes:
-        cycle: uvicorn's state of the request, kept up to date.
-        status: The one sent; 499 if the client went away before.
-        begun: Whether its head was sent.
-        streams: Whether it is a stream of events.
-        early: Whether its head was sent before it was known who answers.
-        complete: Whether all of it was sent.
+    ``cycle`` is uvicorn's state of the request, kept up to date. The head was sent if it has ``begun``, before it was known
+    who answers if ``early``.
     """
 
     __slots__ = (
@@ -59,7 +48,6 @@ class Responder:
         self.status = CLIENT_GONE
 
     async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, _send: ASGISendCallable) -> None:
-        """Run the application."""
         scope[OUT] = self  # type: ignore[literal-required]
         await self._app(scope, receive, self.send)
 
@@ -69,7 +57,6 @@ class Responder:
 
     @property
     def disconnected(self) -> bool:
-        """Tell whether the client has left before it had the whole answer."""
         return self.cycle.disconnected
 
     def cancel_on_disconnect(self, task: asyncio.Task[Any] | None) -> None:
@@ -120,7 +107,6 @@ class Responder:
             self._early = asyncio.create_task(keep_alive())
 
     def stop_waiting(self) -> None:
-        """Send no more comments."""
         if self._timer is not None:
             self._timer.cancel()
         if self._early is not None:
@@ -146,11 +132,9 @@ class Responder:
         return not cycle.flow.write_paused
 
     async def drain(self) -> None:
-        """Wait until the client takes more."""
         await self.send({"type": "http.response.body", "body": b"", "more_body": True})
 
     async def end(self, events: Sequence[bytes]) -> None:
-        """Send the last events of a stream that has begun."""
         await self.send({"type": "http.response.body", "body": b"".join(events), "more_body": False})
         self.complete = True
 

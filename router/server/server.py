@@ -5,23 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from router.lifecycle import ServerPhase, ServerState
 from router.server.http_protocol import allow_files
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Iterator
-
-    from starlette.types import ASGIApp
-
-    from router.server.settings import ServerSettings
-    from router.server.tls import Tls
+from router.server.settings import ServerSettings
+from router.server.tls import Tls
 
 POLL_S = 0.05
 IDLE_S = 5  # after a handover, for which idle connections may still send a request
@@ -123,7 +119,6 @@ class Server(uvicorn.Server):
         loop.add_signal_handler(signal.SIGHUP, hung_up)
 
     async def accepting(self, serving: asyncio.Task[None]) -> None:
-        """Wait until the server accepts connections, or ``serving`` has ended."""
         while not self.started and not serving.done():  # noqa: ASYNC110
             await asyncio.sleep(POLL_S / 10)
 

@@ -11,12 +11,10 @@ import logging
 import ssl
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 from cryptography import x509
 
-if TYPE_CHECKING:
-    from router.server.settings import TlsSettings
+from router.server.settings import TlsSettings
 
 log = logging.getLogger(f"qarr.{__name__}")
 LOOK_S = 1.0  # a change of the files takes effect within this time
@@ -29,25 +27,15 @@ class TlsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A certificate with its key, as loaded.
+    """A certificate with its key, as loaded."""
 
-    Attributes:
-        context: That shows it.
-        expires: When the first certificate of the chain does, in seconds since 1970.
-        state: Of its files.
-    """
-
-    context: ssl.SSLContext
-    expires: float
-    state: State
+    context: ssl.SSLContext  # that shows it
+    expires: float  # when the first certificate of the chain does, in seconds since 1970
+    state: State  # of its files
 
 
 def load_pair(settings: TlsSettings) -> Pair:
-    """Return the pair of the settings.
-
-    Raises:
-        TlsError: It cannot be used, or has expired.
-    """
+    """Return the pair of the settings; ``TlsError``: it cannot be used, or has expired."""
     certificate, key = settings.certificate, settings.key
     assert certificate is not None
     assert key is not None
@@ -103,26 +91,16 @@ def _state(settings: TlsSettings) -> State:
 
 
 class Tls:
-    """What a server needs to speak TLS.
-
-    Attributes:
-        context: For all connections; each handshake gets the newest pair.
-    """
+    """What a server needs to speak TLS; ``TlsError``: the pair cannot be used."""
 
     def __init__(self, settings: TlsSettings) -> None:
-        """Load the pair.
-
-        Raises:
-            TlsError: It cannot be used.
-        """
         self._settings, self._pair = settings, load_pair(settings)
         self._seen = self._pair.state
-        self.context = self._pair.context
+        self.context = self._pair.context  # for all connections; each handshake gets the newest pair
         self.context.sni_callback = self._choose  # called for clients without SNI too
 
     @property
     def expires(self) -> float:
-        """Return when the certificate expires, in seconds since 1970."""
         return self._pair.expires
 
     def use(self, settings: TlsSettings, pair: Pair) -> None:

@@ -14,25 +14,20 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from logging.handlers import QueueHandler
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 from urllib.parse import quote
 
 from pydantic_core import to_json
+from starlette.types import Scope
 
 from router.line_file import Losses, PrivateFile, Writer, made_record
-from router.telemetry.record import Outcome, render_summary
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-    from starlette.types import Scope
-
-    from router.telemetry.record import RequestRecord
-    from router.telemetry.settings import TelemetrySettings
+from router.telemetry.record import Outcome, RequestRecord, render_summary
+from router.telemetry.settings import TelemetrySettings
 
 ROUTER_FILE = "router-{port}.log"
 OLD_FILES = 3
@@ -50,17 +45,12 @@ log = logging.getLogger("qarr.request")
 
 @dataclass(slots=True)
 class RequestIds:
-    """The request that is being served.
-
-    Attributes:
-        began: When it arrived, by the monotonic clock.
-        recorded: Whether the line about the whole request was written.
-    """
+    """The request that is being served."""
 
     request_id: str
     trace_id: str
-    began: float
-    recorded: bool = False
+    began: float  # when it arrived, by the monotonic clock
+    recorded: bool = False  # whether the line about the whole request was written
 
 
 _REQUEST: ContextVar[RequestIds | None] = ContextVar("qarr_request", default=None)
@@ -131,13 +121,9 @@ def shown_ms(milliseconds: float | None) -> str:
 
 
 class Logging:
-    """The process's logging, to standard error and perhaps a file, until ``stop``.
+    """The process's logging, to standard error and perhaps a file, until ``stop``."""
 
-    Attributes:
-        current: The one that has taken over the process's log; None: nobody has.
-    """
-
-    current: ClassVar[Logging | None] = None
+    current: ClassVar[Logging | None] = None  # the one that has taken over the process's log; None: nobody has
 
     def __init__(self, telemetry: TelemetrySettings) -> None:
         self._telemetry = telemetry
@@ -154,14 +140,9 @@ class Logging:
         atexit.register(self.stop)
 
     def also_to_file(self, folder: Path, port: int) -> Path | None:
-        """Write to the router's file as well, unless the settings want none or it cannot be opened.
+        """Write to the router's file in ``engine.log_dir`` as well, unless the settings want none or it cannot be opened.
 
-        Args:
-            folder: ``engine.log_dir``.
-            port: That the router listens on.
-
-        Returns:
-            The file, if the lines of requests that end well go there and not to standard error.
+        Return it if the lines of requests that end well go there and not to standard error.
         """
         if not self._telemetry.log_file_mb:
             return None
@@ -231,16 +212,11 @@ class _Queued(QueueHandler):
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Queue a line; one that does not fit is counted."""
         self.put(record)
 
 
 class _File(PrivateFile):
-    """The log file.
-
-    Attributes:
-        requests: Whether the lines of requests that ended well are for it.
-    """
+    """The log file; ``requests``: the lines of requests that ended well are for it."""
 
     requests = True
 
@@ -249,12 +225,7 @@ class _File(PrivateFile):
 
 
 class _Stream(Losses, logging.StreamHandler[Any]):
-    """Standard error, which may be a file on a full disk, or a pipe that nobody reads any longer.
-
-    Attributes:
-        json: Whether its lines are JSON, as the file's are.
-        requests: Whether the lines of requests that ended well are for it.
-    """
+    """Standard error, which may be a file on a full disk, or a pipe that nobody reads any longer."""
 
     what = "standard error"
 
@@ -313,7 +284,6 @@ class TextFormatter(logging.Formatter):
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return a log record's line, with control characters escaped."""
         fields = getattr(record, "fields", {})
         message = request_line(fields) if fields.get("event") == "request" else str(record.msg)
         request_id, trace_id = getattr(record, "ids", None) or (fields.get("request_id"), fields.get("trace_id"))

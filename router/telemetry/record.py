@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from router.policy.decision_log import OutcomeRecord
+from opentelemetry.trace import Span
+
+from router.policy.decision import Decision, Priority
+from router.policy.decision_log import DecisionLog, OutcomeRecord
 from router.policy.render import render_estimates
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from opentelemetry.trace import Span
-
-    from router.policy.decision import Decision, Priority
-    from router.policy.decision_log import DecisionLog
-    from tiers.spec import TierName
+from tiers.spec import TierName
 
 
 class Outcome(StrEnum):
@@ -39,37 +35,24 @@ class KeptFor(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Hop:
-    """A request to an engine or to the overflow. Times are in seconds by the monotonic clock.
+    """A request to an engine or to the overflow. Times are in seconds by the monotonic clock."""
 
-    Attributes:
-        operation: GenAI's name of it.
-        model: As the engine calls it.
-        tier: None: the overflow is asked.
-        number: Attempts that failed before this one.
-        first_token_at: None: there was none yet.
-        ended: None: it has not ended yet.
-        result: Span attributes that are known at its end.
-        message: What its exception says; empty: there was none.
-        span: Until it ends, where the request is traced.
-        headers: That tell the engine of its trace.
-    """
-
-    operation: str
-    model: str
+    operation: str  # the GenAI conventions' name of it
+    model: str  # as the engine calls it
     url: str
     began: float
-    tier: TierName | None = None
+    tier: TierName | None = None  # None: the overflow is asked
     replica: str = ""
     precision: str = ""
     checkpoint: str = ""
-    number: int = 0
+    number: int = 0  # attempts that failed before this one
     overflow: str = ""
-    first_token_at: float | None = None
-    ended: float | None = None
-    result: dict[str, Any] = field(default_factory=dict)
-    message: str = ""
-    span: Span | None = None
-    headers: Sequence[tuple[bytes, bytes]] = ()
+    first_token_at: float | None = None  # None: there was none yet
+    ended: float | None = None  # None: it has not ended yet
+    result: dict[str, Any] = field(default_factory=dict)  # span attributes that are known at its end
+    message: str = ""  # what its exception says; empty: there was none
+    span: Span | None = None  # until it ends, where the request is traced
+    headers: Sequence[tuple[bytes, bytes]] = ()  # that tell the engine of its trace
 
 
 class Event(NamedTuple):
@@ -82,22 +65,14 @@ class Event(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Journey:
-    """One request's way through the router. Times are in seconds by the monotonic clock.
+    """One request's way through the router. Times are in seconds by the monotonic clock."""
 
-    Attributes:
-        arrived: When the whole request was there.
-        began: When classification began.
-        classified: When its prompt was read and classified.
-        decided: When its tier was chosen.
-        prompt: Until the spans are made, where prompts are to be on them.
-        waits: Begin and end of its time in the queue, if it was there.
-    """
-
-    arrived: float
-    began: float
-    classified: float
-    decided: float
-    prompt: str = ""
+    arrived: float  # when the whole request was there
+    began: float  # when classification began
+    classified: float  # when its prompt was read and classified
+    decided: float  # when its tier was chosen
+    prompt: str = ""  # until the spans are made, where prompts are to be on them
+    # begin and end of its time in the queue, if it was there
     waits: list[tuple[float, float]] = field(default_factory=list)
     hops: list[Hop] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
@@ -113,70 +88,46 @@ JOURNEY: ContextVar[Journey | None] = ContextVar("qarr_journey", default=None)  
 
 
 class Served(NamedTuple):
-    """Who answered a request.
+    """Who answered a request."""
 
-    Attributes:
-        tier: That began its answer; None: none did.
-        precision: Of that tier.
-        checkpoint: First digits of the digest of that tier's weights.
-        continued_on: Tiers that continued its answer after failures, in order.
-        overflow: Name of the server outside of the fleet that answered; None: none did.
-        overflow_failure: Why that server did not answer: ``full``, ``paused`` or ``unsupported``, so that it was not asked;
-            ``failed`` or ``cancelled``; None: it did, or there was no need.
-    """
-
-    tier: TierName | None = None
+    tier: TierName | None = None  # that began its answer; None: none did
     replica: str | None = None
-    precision: str | None = None
-    checkpoint: str | None = None
+    precision: str | None = None  # of that tier
+    checkpoint: str | None = None  # first digits of the digest of that tier's weights
     attempts_failed: int = 0
-    continued_on: tuple[TierName, ...] = ()
-    overflow: str | None = None
+    continued_on: tuple[TierName, ...] = ()  # tiers that continued its answer after failures, in order
+    overflow: str | None = None  # name of the server outside of the fleet that answered; None: none did
+    # why that server did not answer: ``full``, ``paused`` or ``unsupported``, so that it was not asked; ``failed`` or
+    # ``cancelled``; None: it did, or there was no need
     overflow_failure: str | None = None
 
 
 class Tokens(NamedTuple):
-    """Tokens of a request.
-
-    Attributes:
-        cached: Of its prompt, found in the engine's prefix cache, as the engine reports it; None: it does not.
-        predicted_cached: The same, as expected when the request was sent.
-    """
+    """Tokens of a request."""
 
     prompt: int
     output: int = 0
+    # of its prompt, found in the engine's prefix cache, as the engine reports it; None: it does not
     cached: int | None = None
-    predicted_cached: int | None = None
+    predicted_cached: int | None = None  # the same, as expected when the request was sent
 
 
 class Times(NamedTuple):
-    """Times of a request; None: not measured.
+    """Times of a request; None: not measured."""
 
-    Attributes:
-        queue_ms: Wait for a slot.
-        overhead_ms: From its arrival until it was sent to an engine, without the queue.
-        ttft_ms: From its arrival to its first token, queue included.
-        tpot_ms: Mean time between tokens.
-        duration_ms: From its arrival to its last byte.
-    """
-
-    queue_ms: float
-    overhead_ms: float | None
-    ttft_ms: float | None
-    tpot_ms: float | None
-    duration_ms: float
+    queue_ms: float  # wait for a slot
+    overhead_ms: float | None  # from its arrival until it was sent to an engine, without the queue
+    ttft_ms: float | None  # from its arrival to its first token, queue included
+    tpot_ms: float | None  # mean time between tokens
+    duration_ms: float  # from its arrival to its last byte
 
 
 class TierUsage(NamedTuple):
-    """Tokens of a request that one tier computed.
-
-    Attributes:
-        cached: Of the prompt's, those in its prefix cache.
-    """
+    """Tokens of a request that one tier computed."""
 
     tier: TierName
     prompt: int
-    cached: int
+    cached: int  # of the prompt's, those in its prefix cache
     output: int
 
 
@@ -197,41 +148,29 @@ FREE = Cost()
 
 
 class RequestRecord(NamedTuple):
-    """One inference request, from its arrival to its end.
+    """One inference request, from its arrival to its end."""
 
-    Attributes:
-        at: When it arrived, in seconds since 1970.
-        route: The endpoint's path.
-        key_id: Of the caller's key; empty without keys.
-        team: Of that key; empty: none.
-        decision: The one that admitted or refused it.
-        error: Code of a refusal, or the kind of error.
-        sla_met: Whether its own bounds on times were met; None: it had none, or its caller left before.
-        why_not: Why it failed or was refused after the decision, for operators; empty: it was not, or nothing tells.
-        usage: What tiers computed of it; only of callers with a key.
-        cost: Charged to its caller's budgets; None: it has none.
-        journey: What it went through, for its trace; None: not known.
-    """
-
-    at: float
+    at: float  # when it arrived, in seconds since 1970
     request_id: str
     trace_id: str
-    route: str
-    key_id: str
-    team: str
+    route: str  # the endpoint's path
+    key_id: str  # of the caller's key; empty without keys
+    team: str  # of that key; empty: none
     priority: Priority
-    decision: Decision
+    decision: Decision  # the one that admitted or refused it
     outcome: Outcome
-    error: str | None
+    error: str | None  # code of a refusal, or the kind of error
     served: Served
     tokens: Tokens
     times: Times
+    # whether its own bounds on times were met; None: it had none, or its caller left before
     sla_met: bool | None = None
     kept_for: KeptFor = KeptFor.RECENT
+    # why it failed or was refused after the decision, for operators; empty: it was not, or nothing tells
     why_not: str = ""
-    usage: tuple[TierUsage, ...] = ()
-    cost: Cost | None = None
-    journey: Journey | None = None
+    usage: tuple[TierUsage, ...] = ()  # what tiers computed of it; only of callers with a key
+    cost: Cost | None = None  # charged to its caller's budgets; None: it has none
+    journey: Journey | None = None  # what it went through, for its trace; None: not known
 
 
 def render_record(record: RequestRecord) -> dict[str, Any]:

@@ -5,21 +5,16 @@ Names are those of OpenTelemetry's semantic conventions where it has one, else `
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
+from classifier import PromptFeatures
 from router.policy.decide import fallbacks
+from router.policy.decision import Decision, Estimate
 from router.policy.explain import verdict
-from router.telemetry.record import KeptFor, Outcome
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from classifier import PromptFeatures
-    from router.policy.decision import Decision, Estimate
-    from router.telemetry.record import Hop, Journey, RequestRecord
-
+from router.telemetry.record import Hop, Journey, KeptFor, Outcome, RequestRecord
 
 KEY_ID = "qarr.key.id"  # of the caller's key, which is no secret
 INSIDE = {"server.address", "server.port"}  # where engines are: for operators
@@ -138,7 +133,6 @@ class UnknownTraceError(Exception):
 
 
 def render_listed(record: RequestRecord) -> dict[str, Any]:
-    """Return a request's trace as one line of a list, as JSON values."""
     return {
         "trace_id": record.trace_id,
         "name": f"POST {record.route}",

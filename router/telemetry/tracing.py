@@ -1,9 +1,6 @@
 """Spans of requests, for exporters. The page needs none: its traces are made from records.
 
-Exporting is configured by the standard variables: ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or ``…_TRACES_ENDPOINT``),
-``OTEL_EXPORTER_OTLP_PROTOCOL`` (or ``…_TRACES_PROTOCOL``: ``http/protobuf`` or ``grpc``), ``OTEL_TRACES_EXPORTER``
-(``otlp``, ``console``, ``none``), ``OTEL_SERVICE_NAME``, ``OTEL_RESOURCE_ATTRIBUTES``, ``OTEL_SDK_DISABLED``,
-``OTEL_TRACES_SAMPLER``.
+Exporting is configured by the standard ``OTEL_*`` variables.
 """
 
 from __future__ import annotations
@@ -11,8 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
@@ -23,24 +22,14 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import Decision as Sampling
-from opentelemetry.trace import Status, StatusCode
+from opentelemetry.trace import Span, Status, StatusCode, Tracer
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.telemetry.record import JOURNEY, Event, Hop, Outcome, error_name
+from classifier import PromptClass
+from router.telemetry.record import JOURNEY, Event, Hop, Outcome, RequestRecord, error_name
 from router.telemetry.request_trace import KEY_ID, hop_attributes, spans_of
-from tiers.spec import OtlpTarget
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from opentelemetry.trace import Span, Tracer
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from classifier import PromptClass
-    from router.telemetry.record import RequestRecord
-    from router.telemetry.settings import TelemetrySettings
-    from tiers.spec import TierName
-
+from router.telemetry.settings import TelemetrySettings
+from tiers.spec import OtlpTarget, TierName
 
 log = logging.getLogger(f"qarr.{__name__}")
 BUFFER_BYTES = 4096  # taken from the system at a time: its call costs a twentieth of a request
@@ -102,7 +91,6 @@ class Telemetry:
 
     @property
     def exports(self) -> bool:
-        """Tell whether there are spans at all."""
         return self._provider is not None
 
     def instrument(self, app: ASGIApp) -> ASGIApp:

@@ -6,18 +6,23 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from itertools import count
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 from weakref import WeakValueDictionary
 
 import httpx
 
+from router.policy.decision import Decision, Query
+from router.policy.table import PolicyStore
 from router.telemetry.record import Hop, error_name
+from router.telemetry.tracing import Telemetry
+from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import Attempt, BufferedAnswer, EngineAnswer, EngineStream, end_hop
 from router.upstream.errors import (
     EngineBrokeError,
@@ -32,19 +37,11 @@ from router.upstream.errors import (
     without_trace,
 )
 from router.upstream.json_object import read_json
+from router.upstream.settings import UpstreamSettings
 from router.upstream.transport import EngineTransport, body_of
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
-
-    from router.policy.decision import Decision, Query
-    from router.policy.table import PolicyStore
-    from router.telemetry.tracing import Telemetry
-    from router.upstream.engine_request import EngineRequest
-    from router.upstream.settings import UpstreamSettings
-    from tiers.fleet import Fleet, Lease
-    from tiers.replica import Replica
-    from tiers.spec import TierName
+from tiers.fleet import Fleet, Lease
+from tiers.replica import Replica
+from tiers.spec import TierName
 
 MESSAGES = "/v1/messages"
 PASSED_AT_ONCE = 16  # small requests without a lease, of one pool at one engine
@@ -84,11 +81,7 @@ class RetryBudget:
 
 
 class Upstream:
-    """Opens answers on the fleet's replicas.
-
-    Attributes:
-        retries: Further attempts before the first byte, by the tier that they went to.
-    """
+    """Opens answers on the fleet's replicas."""
 
     def __init__(
         self,
@@ -103,7 +96,7 @@ class Upstream:
         self._passing_transport = EngineTransport()
         self._passing: WeakValueDictionary[tuple[Pool, str], asyncio.Semaphore] = WeakValueDictionary()
         self._policy, self._id, self._numbers = policy, token_hex(4), count()
-        self.retries: Counter[TierName] = Counter()
+        self.retries: Counter[TierName] = Counter()  # before the first byte, by the tier that they went to
         self.use(options)
 
     def use(self, options: UpstreamSettings) -> None:
@@ -131,14 +124,9 @@ class Upstream:
     ) -> EngineAnswer:
         """Try the chosen tier, then those that the policy would take instead by now, until an answer has begun.
 
-        Args:
-            decision: Where to try.
-            request: What to ask.
-            sent_at: When the request was first sent, by the monotonic clock; None: now.
-            lease: A slot on the chosen tier; None: one is taken here.
-            exclude: Replicas that are not to be tried.
-            over_limit: Take slots beyond what replicas are to have.
-            elsewhere: Whether other tiers may be tried.
+        ``sent_at`` is when the request was first sent, by the monotonic clock; None: now. ``lease``: a slot on the chosen
+        tier; None: one is taken here, with ``over_limit`` beyond what replicas are to have. Others may be tried
+        ``elsewhere``.
 
         Raises:
             EngineRefusedError: An engine says that the request is wrong.

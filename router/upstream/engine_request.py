@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic_core import to_json
 
 from router.upstream.json_object import JsonObject, NotJsonError, as_integer
 from router.upstream.progress import Resumption
 from router.upstream.sse import COMPLETION_FORMAT, AnswerFormat
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from tiers.replica import Replica
+from tiers.replica import Replica
 
 DEFAULT_COMPLETION = 16  # tokens of a completion that gives no limit, as OpenAI and vLLM have it
 _NUMBERS = {
@@ -27,89 +24,38 @@ _NUMBERS = {
 }
 # What of a request says how tokens are chosen, and holds for its continuation as well.
 _SAMPLING = (
-    "allowed_token_ids",
-    "bad_words",
-    "cache_salt",
-    "frequency_penalty",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "logit_bias",
-    "min_p",
-    "min_tokens",
-    "presence_penalty",
-    "repetition_detection",
-    "repetition_penalty",
-    "seed",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "stop",
-    "stop_token_ids",
-    "temperature",
-    "top_k",
-    "top_p",
-    "vllm_xargs",
-    "watermarking",
-)
+    "allowed_token_ids", "bad_words", "cache_salt", "frequency_penalty", "ignore_eos", "include_stop_str_in_output",
+    "logit_bias", "min_p", "min_tokens", "presence_penalty", "repetition_detection", "repetition_penalty", "seed",
+    "skip_special_tokens", "spaces_between_special_tokens", "stop", "stop_token_ids", "temperature", "top_k",
+    "top_p", "vllm_xargs", "watermarking",
+)  # fmt: skip
 # What makes an answer one that cannot be taken over halfway: it has a structure of its own, or tells more than text.
 _NOT_RESUMABLE = (
-    "echo",
-    "ec_transfer_params",
-    "functions",
-    "guided_choice",
-    "guided_decoding_backend",
-    "guided_grammar",
-    "guided_json",
-    "guided_regex",
-    "kv_transfer_params",
-    "logprob_token_ids",
-    "logprobs",
-    "mm_payload",
-    "prompt_embeds",
-    "prompt_logprobs",
-    "return_prompt_text",
-    "return_token_ids",
-    "return_token_offsets",
-    "return_tokens_as_token_ids",
-    "structured_outputs",
-    "suffix",
-    "tools",
-    "top_logprobs",
-    "use_beam_search",
-)
+    "echo", "ec_transfer_params", "functions", "guided_choice", "guided_decoding_backend", "guided_grammar",
+    "guided_json", "guided_regex", "kv_transfer_params", "logprob_token_ids", "logprobs", "mm_payload",
+    "prompt_embeds", "prompt_logprobs", "return_prompt_text", "return_token_ids", "return_token_offsets",
+    "return_tokens_as_token_ids", "structured_outputs", "suffix", "tools", "top_logprobs", "use_beam_search",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """What an engine is asked, without what depends on the replica.
+    """What an engine is asked, without what depends on the replica."""
 
-    Attributes:
-        document: The caller's body, passed on with as little change as routing needs; or the members of one of our own.
-        path: At the engine.
-        operation: In the GenAI conventions' words.
-        request_id: The caller's; an engine is given it with the attempt's number.
-        streamed: Whether the answer comes as events.
-        priority: For vLLM's scheduler, lower first; None leaves the body's own.
-        wants_usage: Whether an answer without token counts is not complete.
-        counts: Whether to ask for token counts at the end of a stream.
-        chat: Its messages, where the same could be asked of another tier; None where not.
-        resumption: What another engine needs to go on with a broken answer; None where none may.
-        adapter: The LoRA adapter that answers; None: the model itself.
-        continued_tokens: Of the answer so far, where this goes on with one.
-    """
-
+    # the caller's body, passed on with as little change as routing needs; or the members of one of our own
     document: JsonObject | Mapping[str, Any]
-    path: str = "/v1/chat/completions"
-    operation: str = "chat"
-    request_id: str
+    path: str = "/v1/chat/completions"  # at the engine
+    operation: str = "chat"  # in the GenAI conventions' words
+    request_id: str  # the caller's; an engine is given it with the attempt's number
     answers: AnswerFormat = COMPLETION_FORMAT
-    streamed: bool = True
-    priority: int | None = None
-    wants_usage: bool = False
-    counts: bool = True
-    chat: Sequence[Any] | None = None
-    resumption: Resumption | None = None
-    adapter: str | None = None
-    continued_tokens: int = 0
+    streamed: bool = True  # whether the answer comes as events
+    priority: int | None = None  # for vLLM's scheduler, lower first; None leaves the body's own
+    wants_usage: bool = False  # whether an answer without token counts is not complete
+    counts: bool = True  # whether to ask for token counts at the end of a stream
+    chat: Sequence[Any] | None = None  # its messages, where the same could be asked of another tier; None where not
+    resumption: Resumption | None = None  # what another engine needs to go on with a broken answer; None where none may
+    adapter: str | None = None  # the LoRA adapter that answers; None: the model itself
+    continued_tokens: int = 0  # of the answer so far, where this goes on with one
 
     @property
     def parameters(self) -> Mapping[str, float]:
@@ -169,13 +115,7 @@ def continuation(
 ) -> EngineRequest:
     """Return what the next engine is asked: complete the ids of the prompt and of the output so far.
 
-    Args:
-        origin: What the first engine was asked.
-        asked: What continuing it needs.
-        ids: Of the prompt, and of the output so far.
-        done: Output tokens so far.
-        left: Output tokens to come at most.
-        number: Of the continuation, from 1.
+    ``done`` output tokens there are, ``left`` are to come at most. ``number``: of the continuation, from 1.
     """
     sampling = dict(asked.sampling)
     if "min_tokens" in sampling:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import httpx
 
-from router.telemetry.record import error_name
+from router.telemetry.record import Hop, error_name
 from router.telemetry.tracing import end_span
+from router.upstream.engine_request import EngineRequest
 from router.upstream.errors import (
     EngineBrokeError,
     EngineFailedError,
@@ -20,22 +22,14 @@ from router.upstream.errors import (
     without_trace,
 )
 from router.upstream.progress import Progress
-from router.upstream.sse import COMPLETION_FORMAT, USAGE, EventParser, cached_tokens_of
-from router.upstream.transport import body_of
+from router.upstream.sse import COMPLETION_FORMAT, USAGE, AnswerFormat, Chunk, EventParser, cached_tokens_of
+from router.upstream.transport import Body, body_of
+from tiers.fleet import Lease
+from tiers.replica import SentPrompt
+from tiers.spec import TierName, TierSpec
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
-
-    from router.telemetry.record import Hop
-    from router.upstream.engine_request import EngineRequest
-    from router.upstream.sse import AnswerFormat, Chunk
-    from router.upstream.transport import Body
-    from tiers.fleet import Lease
-    from tiers.replica import SentPrompt
-    from tiers.spec import TierName, TierSpec
-
-    Feed = Callable[[Sequence[Chunk]], bool]  # takes what came together; tells whether it takes more now
-    Drain = Callable[[], Awaitable[None]]  # waits until it does
+Feed = Callable[[Sequence[Chunk]], bool]  # takes what came together; tells whether it takes more now
+Drain = Callable[[], Awaitable[None]]  # waits until it does
 
 MAX_ANSWER_BYTES = 1 << 28  # of one that is not streamed: log-probabilities of a long prompt take many
 
@@ -59,17 +53,10 @@ class OverflowHold:
     sent: SentPrompt | None = None
     _released: bool = False
 
-    def first_token(self, ttft_ms: float | None = None) -> None:
-        """Note the first token."""
+    def note(self, *_: object) -> None:
+        """Take what a lease learns from: here nothing does."""
 
-    def produced(self, tokens: int = 1) -> None:
-        """Count output tokens."""
-
-    def finished(self, tpot_ms: float | None, output_tokens: int = 0, cached_tokens: int | None = None) -> None:
-        """Note a complete answer."""
-
-    def failed(self, error: str) -> None:
-        """Note a failure."""
+    first_token = produced = finished = failed = note
 
     def release(self) -> None:
         """Give the place back. Only the first call counts."""
@@ -80,40 +67,23 @@ class OverflowHold:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One request at one replica that has answered 200.
-
-    Attributes:
-        number: Attempts that failed before this one.
-        started: When it was sent, by the monotonic clock.
-        sent_at: When the request was first sent, to whichever replica.
-        token_timeout_s: Longest time between two tokens.
-    """
+    """One request at one replica that has answered 200."""
 
     tier: TierName
     lease: Lease | OverflowHold
     response: httpx.Response
     hop: Hop
-    number: int
-    started: float
-    token_timeout_s: float
-    sent_at: float
+    number: int  # attempts that failed before this one
+    started: float  # when it was sent, by the monotonic clock
+    token_timeout_s: float  # longest time between two tokens
+    sent_at: float  # when the request was first sent, to whichever replica
 
 
 class EngineAnswer(ABC):
     """A request that an engine answers: its lease, its span, its times and its usage. Close it, however it ends.
 
-    Attributes:
-        tier: That began the answer.
-        replica_id: The same, of the tier's replicas.
-        spec: What that replica serves.
-        sent_at: When the request was first sent, to whichever replica, by the monotonic clock in seconds.
-        overflow: Name of the server outside of the fleet that answers; None: a tier does.
-        complete: Whether all of it has come.
-        parts: What other engines computed of it, in order.
-        output_tokens: Produced so far: the engine's count, or until that comes what its chunks tell.
-        fingerprint: What the engine calls itself in its answers.
-        predicted_cached_tokens: Of its prompt, which the replica was expected to hold; None: not known.
-        cached_tokens: Of its prompt, found in the prefix cache; None: the engine did not report them.
+    ``tier`` and its replica ``replica_id`` began the answer. ``predicted_cached_tokens`` of the prompt that replica was
+    expected to hold; None: not known.
     """
 
     def __init__(self, attempt: Attempt) -> None:
@@ -123,13 +93,15 @@ class EngineAnswer(ABC):
         self.predicted_cached_tokens = None if lease.sent is None else lease.sent.cached
         self.ttft_ms: float | None = None
         self.usage: dict[str, int] = {}
-        self.cached_tokens: int | None = None
+        self.cached_tokens: int | None = (
+            None  # of the prompt, in the prefix cache, as the engine reports; None: it did not
+        )
         self.finish_reason: str | None = None
         self.error: UpstreamError | None = None
-        self.overflow: str | None = None
-        self.parts: list[EngineStream] = []
+        self.overflow: str | None = None  # name of the server outside of the fleet that answers; None: a tier does
+        self.parts: list[EngineStream] = []  # what other engines computed of it, in order
         self.complete = False
-        self.output_tokens = 0
+        self.output_tokens = 0  # the engine's count, or until that comes what its chunks tell
         self._attempt, self._body = attempt, cast("Body", attempt.response.stream)
         self._first_at = self._last_at = 0.0
         self._closed = False
@@ -138,8 +110,7 @@ class EngineAnswer(ABC):
     async def begin(self) -> None:
         """Read up to the first token, or the whole of an answer that is not streamed.
 
-        Raises:
-            UpstreamError: The engine failed; nothing of its answer has been passed on.
+        ``UpstreamError``: the engine failed; nothing of its answer has been passed on.
         """
 
     @property
@@ -197,20 +168,15 @@ class EngineAnswer(ABC):
 
 
 class EngineStream(EngineAnswer):
-    """A streamed answer. Its chunks up to the first token are here once it has begun, the rest can be relayed.
-
-    Attributes:
-        progress: What its caller has of it, where another engine could go on from there; None: none may.
-        continuation: Continues it elsewhere, where that may be; set before it is relayed.
-        failed_over: Whether the first engine did not end the answer.
-    """
+    """A streamed answer. Its chunks up to the first token are here once it has begun, the rest can be relayed."""
 
     def __init__(self, attempt: Attempt, request: EngineRequest) -> None:
         super().__init__(attempt)
         resumption = request.resumption
+        # What the caller has, where another engine could go on from there; and what lets one, set before it is relayed.
         self.progress = Progress(resumption.held_back) if resumption is not None else None
         self.continuation: Callable[[EngineStream, EngineBrokeError, Feed, Drain], Awaitable[None]] | None = None
-        self.failed_over = False
+        self.failed_over = False  # the first engine did not end the answer
         self._wants_usage = request.wants_usage
         self._parser = EventParser(request.answers)
         self._held: list[Chunk] = []  # nobody has taken them yet
@@ -219,7 +185,6 @@ class EngineStream(EngineAnswer):
         self._failures: list[Exception] = []  # of who takes them
 
     async def begin(self) -> None:
-        """Read up to the first chunk that shows something."""
         await self._read()
         progress = self.progress
         # Until something was sent another can answer; afterwards one can go on with text alone, from the prompt's ids.
@@ -239,8 +204,7 @@ class EngineStream(EngineAnswer):
     async def relay(self, feed: Feed, drain: Drain) -> None:
         """Let ``feed`` have all of it as it comes, from whichever engine; return after its end.
 
-        Raises:
-            EngineBrokeError: The engine failed, or no token came in time, and no other could go on.
+        ``EngineBrokeError``: the engine failed, or no token came in time, and no other could go on.
         """
         try:
             while not await self.flow(feed):
@@ -257,8 +221,7 @@ class EngineStream(EngineAnswer):
     async def flow(self, feed: Feed) -> bool:
         """Let ``feed`` have what this engine sends, as it comes; False: it takes no more now, True: that was the end.
 
-        Raises:
-            EngineBrokeError: The engine failed, or no token came in time. What came before was passed on.
+        ``EngineBrokeError``: the engine failed, or no token came in time. What came before was passed on.
         """
         parser = self._parser
         if self._held:
@@ -343,11 +306,7 @@ class EngineStream(EngineAnswer):
 
 
 class BufferedAnswer(EngineAnswer):
-    """An answer that is not streamed, read as a whole before any of it is passed on.
-
-    Attributes:
-        content: The body.
-    """
+    """An answer that is not streamed, read as a whole before any of it is passed on."""
 
     def __init__(self, attempt: Attempt, answers: AnswerFormat = COMPLETION_FORMAT) -> None:
         super().__init__(attempt)
@@ -368,7 +327,6 @@ class BufferedAnswer(EngineAnswer):
 
 
 def continued_on(answer: EngineAnswer) -> list[TierName]:
-    """Return the tiers that went on with an answer, in order."""
     return [part.tier for part in answer.parts]
 
 

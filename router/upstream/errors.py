@@ -24,26 +24,20 @@ class EngineUnreachableError(UpstreamError):
     """No connection, or no first token in time."""
 
 
-class EngineFailedError(UpstreamError):
-    """The engine, or a proxy in front of it, answered with an error of its own.
-
-    Attributes:
-        retry_after_s: When it wants to be asked again; None: it does not say.
-    """
-
+class _AskAgainError(UpstreamError):
     def __init__(self, detail: str, retry_after_s: float | None = None) -> None:
         super().__init__(detail)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s = (
+            retry_after_s  # when engines want to be asked again, at the soonest; None: one does not say
+        )
+
+
+class EngineFailedError(_AskAgainError):
+    """The engine, or a proxy in front of it, answered with an error of its own."""
 
 
 class EngineRefusedError(UpstreamError):
-    """The engine says that the request is wrong.
-
-    Attributes:
-        detail: The engine's message.
-        status: Its HTTP status.
-        body: Its whole answer.
-    """
+    """The engine says that the request is wrong: its message, its HTTP status, and its whole answer."""
 
     def __init__(self, detail: str, status: int = 400, body: bytes = b"") -> None:
         super().__init__(detail)
@@ -66,16 +60,8 @@ class NoSlotError(UpstreamError):
     """Every slot was taken between the decision and the attempt."""
 
 
-class NoEngineAnsweredError(UpstreamError):
-    """Every attempt failed before the first token.
-
-    Attributes:
-        retry_after_s: When the engines want to be asked again, at the soonest; None: one of them does not say.
-    """
-
-    def __init__(self, detail: str, retry_after_s: float | None = None) -> None:
-        super().__init__(detail)
-        self.retry_after_s = retry_after_s
+class NoEngineAnsweredError(_AskAgainError):
+    """Every attempt failed before the first token."""
 
 
 Fault = TypeVar("Fault", bound=BaseException)

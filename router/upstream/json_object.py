@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json, to_json
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SCALAR = re.compile(rb'[ \t\r\n]*:[ \t\r\n]*("[^"\\]*"|-?[0-9.eE+-]+|true|false|null)')  # after a key
@@ -25,13 +23,10 @@ MOST_NESTED = 200  # lists and objects within one another, as the parser of our 
 
 
 def read_json(text: bytes | str) -> Any:
-    """Return what a JSON text holds.
+    """Return what a JSON text holds; ``ValueError``: it is not JSON.
 
     The parser keeps up to 16,384 short strings for as long as the process runs (jiter's ``py_string_cache.rs``). Here those
     are keys alone: values are what people ask and engines answer, which fill it over hours, and nobody asks for twice.
-
-    Raises:
-        ValueError: It is not JSON.
     """
     return from_json(text, cache_strings="keys")
 
@@ -44,9 +39,7 @@ def _no_constants(name: str) -> NoReturn:
     raise NotJsonError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_constants)
-
-
+_DECODER = json.JSONDecoder()
 _INTEGER: TypeAdapter[int] = TypeAdapter(int)
 _BOOLEAN: TypeAdapter[bool] = TypeAdapter(bool)
 
@@ -101,14 +94,16 @@ class JsonObject:
         try:
             values = from_json(body, allow_inf_nan=False, cache_strings="keys")
         except ValueError:  # why, and lone surrogates, which Python's decoder takes
-            values = None
-        if isinstance(values, dict) and body.count(b"[") + body.count(b"{") <= MOST_NESTED:
-            return JsonObject(body, values)
-        return JsonObject(body, {member.key: member.value for member in _members_of(body)})
+            values = _decoded(body)
+        if not isinstance(values, dict):
+            raise NotJsonError("not a JSON object")
+        if body.count(b"[") + body.count(b"{") > MOST_NESTED and _nested(values.values()) >= MOST_NESTED:
+            raise NotJsonError(f"nested more than {MOST_NESTED} deep")
+        return JsonObject(body, values)
 
     @cached_property
     def members(self) -> tuple[Member, ...]:
-        return _members_of(self.raw)
+        return tuple(_members(self.raw.decode()))
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(key, default)
@@ -155,10 +150,11 @@ class JsonObject:
         return b"".join((raw[:end], *added, raw[end:]))
 
 
-def _members_of(body: bytes) -> tuple[Member, ...]:
+def _decoded(body: bytes) -> Any:
+    """Return what Python's decoder reads; None for what does not begin as an object."""
     try:
         text = body.decode()
-        members = tuple(_members(text))
+        return json.loads(text, parse_constant=_no_constants) if text[_skip(text, 0) :][:1] == "{" else None
     except UnicodeDecodeError as error:
         raise NotJsonError(f"not UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:
@@ -169,9 +165,6 @@ def _members_of(body: bytes) -> tuple[Member, ...]:
         raise
     except ValueError as error:  # a number of more digits than Python converts
         raise NotJsonError(str(error)) from None
-    if text.count("[") + text.count("{") > MOST_NESTED and _nested([m.value for m in members]) >= MOST_NESTED:
-        raise NotJsonError(f"nested more than {MOST_NESTED} deep")
-    return members
 
 
 def _nested(values: Iterable[Any]) -> int:
@@ -183,38 +176,17 @@ def _nested(values: Iterable[Any]) -> int:
     return depth
 
 
-def _members(text: str) -> list[Member]:
-    position = _skip(text, 0)
-    if text[position : position + 1] != "{":
-        raise NotJsonError("not a JSON object")
-    found: list[Member] = []
-    position = _skip(text, position + 1)
-    if text[position : position + 1] == "}":
-        return _ended(text, position + 1, found)
-    while True:
+def _members(text: str) -> Iterator[Member]:
+    """Yield the members of an object that has been decoded before, and so is one."""
+    position = _skip(text, _skip(text, 0) + 1)
+    while text[position] != "}":
         key, key_end = _DECODER.raw_decode(text, position)
-        if not isinstance(key, str):
-            raise json.JSONDecodeError("Expecting property name enclosed in double quotes", text, position)
-        colon = _skip(text, key_end)
-        if text[colon : colon + 1] != ":":
-            raise json.JSONDecodeError("Expecting ':' delimiter", text, colon)
-        start = _skip(text, colon + 1)
+        start = _skip(text, _skip(text, key_end) + 1)
         value, end = _DECODER.raw_decode(text, start)
-        found.append(Member(key, value, text[position:key_end], text[start:end]))
+        yield Member(key, value, text[position:key_end], text[start:end])
         position = _skip(text, end)
-        mark = text[position : position + 1]
-        if mark == "}":
-            return _ended(text, position + 1, found)
-        if mark != ",":
-            raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
-        position = _skip(text, position + 1)
-
-
-def _ended(text: str, position: int, found: list[Member]) -> list[Member]:
-    position = _skip(text, position)
-    if position != len(text):
-        raise json.JSONDecodeError("Extra data", text, position)
-    return found
+        if text[position] == ",":
+            position = _skip(text, position + 1)
 
 
 def _skip(text: str, position: int) -> int:

@@ -6,16 +6,13 @@ Only what the router needs is read: text, the end, token counts, and errors. The
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from router.upstream.errors import EngineBrokeError
-from router.upstream.sse import NOT_A_CHUNK, AnswerFormat, Chunk, Count, decoded
-
-if TYPE_CHECKING:
-    from router.upstream.sse import WholeAnswer
+from router.upstream.sse import NOT_A_CHUNK, AnswerFormat, Chunk, Count, WholeAnswer, decoded
 
 # Why an answer ended, in the words of chat completions, which records and traces have.
 STOP_REASONS = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length", "tool_use": "tool_calls"}
@@ -73,11 +70,7 @@ _NO_DELTA = _Delta()
 
 
 def read_message_event(raw: bytes) -> Chunk:
-    """Read one event of a streamed message.
-
-    Raises:
-        EngineBrokeError: It holds something that is no such event, or an error that the engine reports.
-    """
+    """Read one event of a streamed message; ``EngineBrokeError``: it is none, or an error that the engine reports."""
     event = _data_of(raw, _MESSAGE_EVENT)
     if event is None:
         return Chunk(raw)
@@ -93,7 +86,6 @@ def read_message_event(raw: bytes) -> Chunk:
 
 
 def read_message(content: bytes) -> WholeAnswer | None:
-    """Read a message that is not streamed; None where it is none."""
     try:
         message = decoded(_MESSAGE, content)
     except EngineBrokeError:
@@ -108,9 +100,8 @@ def _reason(stop_reason: str | None) -> str | None:
 def read_response_event(raw: bytes) -> Chunk:
     """Read one event of a streamed response.
 
-    Raises:
-        EngineBrokeError: It is no such event, an error that the engine reports, or the end of a response that is neither
-            complete nor as long as it may be.
+    ``EngineBrokeError``: it is none, an error that the engine reports, or the end of a response that is neither complete nor
+    as long as it may be.
     """
     event = _data_of(raw, _RESPONSE_EVENT)
     if event is None:
@@ -125,7 +116,6 @@ def read_response_event(raw: bytes) -> Chunk:
 
 
 def read_response(content: bytes) -> WholeAnswer | None:
-    """Read a response that is not streamed; None where it is none."""
     try:
         return _ended(decoded(_RESPONSE, content))
     except EngineBrokeError:

@@ -10,83 +10,50 @@ asked elsewhere: a server may refuse it, or leave it out without a word.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 import httpx
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+import msgspec
+from msgspec import Meta, Struct
 from pydantic_core import to_json
-from typing_extensions import TypedDict
 
 from router.telemetry.record import Hop
+from router.telemetry.tracing import Telemetry
 from router.upstream.client import status_error, translate
+from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import (
     Attempt,
     BufferedAnswer,
+    EngineAnswer,
     EngineStream,
     OverflowHold,
     OverflowServer,
     end_hop,
 )
-from router.upstream.errors import EngineRefusedError, NoSlotError, UpstreamError, without_trace
+from router.upstream.errors import EngineBrokeError, EngineRefusedError, NoSlotError, UpstreamError, without_trace
 from router.upstream.json_object import JsonObject
-from router.upstream.sse import COMPLETION_FORMAT
+from router.upstream.settings import OverflowSettings, UpstreamSettings
+from router.upstream.sse import COMPLETION_FORMAT, WholeAnswer, decoded
 from router.upstream.transport import EngineTransport
 from tiers.breaker import Breaker
 from tiers.spec import OVERFLOW, TierName, TierSpec
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from router.telemetry.tracing import Telemetry
-    from router.upstream.engine_request import EngineRequest
-    from router.upstream.engine_stream import EngineAnswer
-    from router.upstream.settings import OverflowSettings, UpstreamSettings
-    from router.upstream.sse import WholeAnswer
-
-
 _SHARED = {
-    "frequency_penalty",
-    "logprobs",
-    "max_tokens",
-    "model",
-    "n",
-    "presence_penalty",
-    "seed",
-    "stop",
-    "stream",
-    "stream_options",
-    "temperature",
-    "top_p",
-}
+    "frequency_penalty", "logprobs", "max_tokens", "model", "n", "presence_penalty", "seed", "stop", "stream",
+    "stream_options", "temperature", "top_p",
+}  # fmt: skip
 _CHAT = _SHARED | {
-    "function_call",
-    "functions",
-    "max_completion_tokens",
-    "messages",
-    "parallel_tool_calls",
-    "reasoning_effort",
-    "response_format",
-    "tool_choice",
-    "tools",
-    "top_logprobs",
-    "verbosity",
-}
+    "function_call", "functions", "max_completion_tokens", "messages", "parallel_tool_calls", "reasoning_effort",
+    "response_format", "tool_choice", "tools", "top_logprobs", "verbosity",
+}  # fmt: skip
 _COMPLETION = _SHARED | {"best_of", "echo", "prompt", "suffix"}
 # Of no effect on the answer; some tell who asks, make the server keep it, or change what it costs.
 _LEFT_OUT = {
-    "cache_salt",
-    "metadata",
-    "priority",
-    "prompt_cache_key",
-    "provider",
-    "qarr",
-    "request_id",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-}
+    "cache_salt", "metadata", "priority", "prompt_cache_key", "provider", "qarr", "request_id", "safety_identifier",
+    "service_tier", "store", "user",
+}  # fmt: skip
 # Values of vLLM's parameters that change nothing (vLLM 0.32, SamplingParams and its OpenAI protocol).
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
@@ -161,39 +128,35 @@ class PausedError(UpstreamError):
     """The overflow has failed lately, and gets no requests for a while."""
 
 
-class _Message(TypedDict, total=False):
-    content: str | None
+class _Message(Struct):
+    content: str | None = None
 
 
-@with_config(ConfigDict(extra="ignore", cache_strings="keys", hide_input_in_errors=True))
-class _Choice(TypedDict, total=False):
-    finish_reason: str | None
-    message: _Message
-    text: str
+class _Choice(Struct):
+    finish_reason: str | None = None
+    message: _Message | None = None
+    text: str | None = None
 
 
-@with_config(ConfigDict(extra="ignore", cache_strings="keys", hide_input_in_errors=True))
-class _Whole(TypedDict, total=False):
-    choices: list[_Choice]
-    usage: dict[str, Any] | None
+class _Whole(Struct):
+    choices: Annotated[list[_Choice], Meta(min_length=1)]
+    usage: dict[str, Any] | None = None
 
 
-_WHOLE: TypeAdapter[Any] = TypeAdapter(_Whole)
+_WHOLE = msgspec.json.Decoder(_Whole)
 
 
 def read_whole(content: bytes) -> WholeAnswer | None:
     """Read an answer that is not streamed, with or without token counts; None where it is no completion."""
     try:
-        answer = _WHOLE.validate_json(content)
-    except ValidationError:  # its own text quotes the answer
+        answer = decoded(_WHOLE, content)
+    except EngineBrokeError:
         return None
-    choices = answer.get("choices")
-    if not choices or not all("message" in choice or "text" in choice for choice in choices):
+    usage = answer.usage or {}
+    counted = all(isinstance(usage.get(name, 0), int) for name in ("prompt_tokens", "completion_tokens"))
+    if not counted or any(choice.message is None and choice.text is None for choice in answer.choices):
         return None
-    usage = answer.get("usage") or {}
-    if not all(isinstance(usage.get(name, 0), int) for name in ("prompt_tokens", "completion_tokens")):
-        return None
-    return choices[0].get("finish_reason"), usage
+    return answer.choices[0].finish_reason, usage
 
 
 _FORMAT = replace(COMPLETION_FORMAT, read_whole=read_whole)
@@ -206,18 +169,13 @@ class _WholeAnswer(BufferedAnswer):
         if usage:
             super()._note_usage(usage)
             return
-        choices = _WHOLE.validate_json(self.content)["choices"]
-        texts = ((c.get("message") or {}).get("content") or c.get("text") or "" for c in choices)
+        choices = _WHOLE.decode(self.content).choices
+        texts = ((choice.message and choice.message.content) or choice.text or "" for choice in choices)
         self.output_tokens = sum(-(-len(text) // CHARACTERS_PER_TOKEN) for text in texts)
 
 
 class OverflowClient:
-    """Opens answers of the overflow. After failures it gets no requests for a while, as a replica of the fleet.
-
-    Attributes:
-        name: What answers and records call it; empty: there is none.
-        in_flight: Requests that it has.
-    """
+    """Opens answers of the overflow. After failures it gets no requests for a while, as a replica of the fleet."""
 
     def __init__(self, options: OverflowSettings, times: UpstreamSettings, telemetry: Telemetry) -> None:
         self._transport, self._telemetry = EngineTransport(), telemetry

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from io import StringIO
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from router.upstream.json_object import as_boolean, as_integer
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from router.upstream.sse import Chunk
+from router.upstream.sse import Chunk
 
 
 class Point(NamedTuple):
@@ -34,28 +31,19 @@ class Progress:
     As vLLM's ``v1/engine/detokenizer.py`` works, an engine keeps a fixed number of characters back while they may begin a
     stop string. So each chunk of text also tells how long the text of all tokens is by then, and once so many characters
     more have come, that text itself is known. A token that comes alone and with text has ended a character.
-
-    Attributes:
-        held_back: Characters that an engine keeps back.
-        prompt_ids: The prompt as the engine read it; empty for as long as it is not known.
-        output_ids: Of all tokens that came.
-        told: Characters that came.
-        finish_reason: Once it is known.
-        resumable: Whether what came so far can be continued.
-        counted: Whether the engine has told the tokens of all that came.
-        begun: Where the engine that computes has begun.
-        silent: Tokens that came alone and without any text, by their number: parts of characters, and special ones.
     """
 
-    held_back: int = 0
+    held_back: int = 0  # characters that an engine keeps back
+    # the prompt as the engine read it; empty for as long as it is not known
     prompt_ids: array[int] = field(default_factory=_no_ids)
-    output_ids: array[int] = field(default_factory=_no_ids)
-    told: int = 0
-    finish_reason: str | None = None
-    resumable: bool = True
-    counted: bool = True
+    output_ids: array[int] = field(default_factory=_no_ids)  # of all tokens that came
+    told: int = 0  # characters that came
+    finish_reason: str | None = None  # once it is known
+    resumable: bool = True  # whether what came so far can be continued
+    counted: bool = True  # whether the engine has told the tokens of all that came
+    # tokens that came alone and without any text, by their number: parts of characters, and special ones
     silent: list[int] = field(default_factory=list)
-    begun: Point = BEGINNING
+    begun: Point = BEGINNING  # where the engine that computes has begun
     _written: StringIO = field(default_factory=StringIO)
     _points: list[tuple[int, int]] = field(default_factory=lambda: [BEGINNING])  # as ``Point``
     _spoken: bool = False  # the engine that computes has sent text
@@ -75,7 +63,6 @@ class Progress:
         return self.point.characters == self.told and not (self.held_back and self._spoken)
 
     def note(self, chunk: Chunk) -> None:
-        """Note what has come."""
         if chunk.prompt_ids:
             self.prompt_ids = array("I", chunk.prompt_ids)
         if chunk.finish_reason is not None:
@@ -126,17 +113,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """What continuing a request's answer needs of the request.
+    """What continuing a request's answer needs of the request."""
 
-    Attributes:
-        max_tokens: Output tokens in all; None: as many as the context leaves.
-        sampling: Members of a completion's body that say how tokens are chosen.
-        priority: For vLLM's scheduler, lower first.
-    """
-
-    max_tokens: int | None
-    sampling: Mapping[str, Any]
-    priority: int
+    max_tokens: int | None  # output tokens in all; None: as many as the context leaves
+    sampling: Mapping[str, Any]  # members of a completion's body that say how tokens are chosen
+    priority: int  # for vLLM's scheduler, lower first
 
     @property
     def stops(self) -> tuple[str, ...]:

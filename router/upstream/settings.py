@@ -77,12 +77,10 @@ class OverflowSettings(Section, reloads=AllBut()):
 
     @model_validator(mode="after")
     def _complete(self) -> OverflowSettings:
-        """Check that an address has the name of a model."""
         if self.url and not self.model:
             raise ValueError("url needs model: the name of the model to ask it for")
         return self
 
     @property
     def shown_name(self) -> str:
-        """Return what answers and records call it; empty: there is none."""
         return self.name or urlsplit(self.url).hostname or "" if self.url else ""

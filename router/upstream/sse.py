@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
 from router.upstream.errors import EngineBrokeError, without_trace
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    WholeAnswer = tuple[str | None, Mapping[str, Any]]  # finish reason and token counts, under OpenAI's names
+WholeAnswer = tuple[str | None, Mapping[str, Any]]  # finish reason and token counts, under OpenAI's names
 
 SEPARATOR, DONE = b"\n\n", b"data: [DONE]"
 MAX_EVENT_BYTES = 1 << 24  # of one event: enough for the token ids of a prompt of two million tokens
@@ -72,33 +70,20 @@ def cached_tokens_of(usage: Mapping[str, Any]) -> int | None:
 
 
 class Chunk(Struct, frozen=True):
-    """One event of a stream, read once. A completion's and a chat's chunks look the same here.
+    """One event of a stream, read once. A completion's and a chat's chunks look the same here."""
 
-    Attributes:
-        raw: The event as it came, without the empty line after it; empty for a chunk that failover has made.
-        text: Of the answer.
-        token_ids: Of the tokens computed for it, where they were asked for; their text may come with a later chunk.
-        prompt_ids: Of the prompt, where the engine tells them with it.
-        finish_reason: Of the choice that has ended; None: none has.
-        stop_reason: What stopped it, as the engine says it: a string, a token id or None.
-        other: It holds something that is not the answer's text: reasoning, or a tool call.
-        usage: The token counts that it holds, under OpenAI's names; None: it holds none.
-        choice: It has a choice; the chunk with token counts has none.
-        blank: Its choice says nothing at all.
-        last: It ends the stream, as ``[DONE]`` does where streams end with that.
-    """
-
-    raw: bytes = b""
-    text: str = ""
+    raw: bytes = b""  # the event as it came, without the empty line after it; empty for a chunk that failover has made
+    text: str = ""  # of the answer
+    # of the tokens computed for it, where they were asked for; their text may come with a later chunk
     token_ids: Sequence[int] = ()
-    prompt_ids: Sequence[int] = ()
-    finish_reason: str | None = None
-    stop_reason: Any = None
-    other: bool = False
-    usage: Mapping[str, Any] | None = None
-    choice: bool = False
-    blank: bool = False
-    last: bool = False
+    prompt_ids: Sequence[int] = ()  # of the prompt, where the engine tells them with it
+    finish_reason: str | None = None  # of the choice that has ended; None: none has
+    stop_reason: Any = None  # what stopped it, as the engine says it: a string, a token id or None
+    other: bool = False  # it holds something that is not the answer's text: reasoning, or a tool call
+    usage: Mapping[str, Any] | None = None  # the token counts that it holds, under OpenAI's names; None: it holds none
+    choice: bool = False  # it has a choice; the chunk with token counts has none
+    blank: bool = False  # its choice says nothing at all
+    last: bool = False  # it ends the stream, as ``[DONE]`` does where streams end with that
 
     @property
     def visible(self) -> bool:
@@ -107,11 +92,7 @@ class Chunk(Struct, frozen=True):
 
 
 def parse_event(raw: bytes) -> Chunk:
-    """Read one event of a stream.
-
-    Raises:
-        EngineBrokeError: It holds something that is no chunk of an answer, or an error that the engine reports.
-    """
+    """Read one event of a stream; ``EngineBrokeError``: it is no chunk of an answer, or tells of an error."""
     if not raw.startswith(b"data:"):
         return Chunk(raw)  # comments keep connections alive
     try:
@@ -150,11 +131,7 @@ def _read_delta(delta: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def decoded(decoder: msgspec.json.Decoder[Any], text: bytes) -> Any:
-    """Decode what an engine says.
-
-    Raises:
-        EngineBrokeError: It is not what the decoder reads.
-    """
+    """Decode what an engine says; ``EngineBrokeError``: it is not what the decoder reads."""
     try:
         if not text.isascii():
             text.decode()  # strings that nobody reads are passed on as well
@@ -176,31 +153,19 @@ def read_completion(content: bytes) -> WholeAnswer | None:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How the answers of one API are read.
+    """How the answers of one API are read."""
 
-    Attributes:
-        read_event: Reads one event of a stream, as ``parse_event``.
-        read_whole: Reads an answer that is not streamed, as ``read_completion``.
-        usual: Matches an event as vLLM writes it; others are written anew.
-        done: An event that ends a stream and is no chunk; empty: there is none.
-    """
-
-    read_event: Callable[[bytes], Chunk]
-    read_whole: Callable[[bytes], WholeAnswer | None]
-    usual: Callable[[bytes], object]
-    done: bytes = b""
+    read_event: Callable[[bytes], Chunk]  # reads one event of a stream, as ``parse_event``
+    read_whole: Callable[[bytes], WholeAnswer | None]  # reads an answer that is not streamed, as ``read_completion``
+    usual: Callable[[bytes], object]  # matches an event as vLLM writes it; others are written anew
+    done: bytes = b""  # an event that ends a stream and is no chunk; empty: there is none
 
 
 COMPLETION_FORMAT = AnswerFormat(parse_event, read_completion, re.compile(rb"data: \{[^\n]*+").fullmatch, DONE)
 
 
 class EventParser:
-    """Takes an engine's stream in parts, cut anywhere, and gives its events up to the last one.
-
-    Attributes:
-        over: Whether the last event has come.
-        ended: Whether no further part is read: the last event has come, or a fault.
-    """
+    """Takes an engine's stream in parts, cut anywhere, and gives its events up to the last one."""
 
     __slots__ = ("_buffer", "_cut", "_done", "_fault", "_read", "_usual", "ended", "over")
 
@@ -208,7 +173,8 @@ class EventParser:
         self._usual, self._read, self._done = answers.usual, answers.read_event, answers.done
         self._buffer = bytearray()
         self._cut = False  # the last part ended between a carriage return and its line feed
-        self.over = self.ended = False
+        self.over = False  # whether the last event has come
+        self.ended = False  # whether no further part is read: the last event has come, or a fault
         self._fault: EngineBrokeError | None = None
 
     def feed(self, data: bytes) -> list[Chunk]:  # noqa: C901  once a token: calls would cost more than this
@@ -262,11 +228,7 @@ class EventParser:
         return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
     def check(self) -> None:
-        """Raise the fault that follows what was returned, once.
-
-        Raises:
-            EngineBrokeError: An event was refused.
-        """
+        """Raise the fault that follows what was returned, once."""
         fault, self._fault = self._fault, None
         try:
             if fault is not None:

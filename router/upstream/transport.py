@@ -13,15 +13,13 @@ import socket
 import ssl
 import time
 from collections import deque
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import httptools
 import httpx
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 READ_BUFFER_BYTES = 1 << 15  # of an answer that nobody has read yet: with more than that, the socket is not read
 MAX_HEAD_BYTES = 1 << 16  # of an answer's status line and headers, informational ones included
@@ -47,24 +45,17 @@ class Connection(asyncio.Protocol):
     """One connection to an engine; it carries one request at a time.
 
     Attributes:
-        state: What it is doing.
-        origin: Where it leads.
         idle_since: When its last answer had come, by the monotonic clock in seconds.
         reusable: Whether it can carry another request once the answer is complete.
         status: The answer's status; 0: its head has not come.
-        headers: The answer's headers, as they were sent.
-        complete: Whether the whole answer has come.
         over: Whether nothing but its end is to come.
         read_timeout_s: Longest time that one read of the present answer may wait; None: any.
         from_sending: Whether that time is counted from when the request was sent, for all reads together.
         parts: Of the answer's body that have come and were not read.
         sink: Takes parts as they come, in place of a task that would be woken for each; returns whether it takes more.
-        buffered: Their bytes.
-        paused: Whether the socket is not read, since they are many.
+        buffered: Their bytes; ``paused``: the socket is not read, since they are many.
         fault: Why no more comes; what has come can still be read.
-        waiter: Of who waits for more.
-        waiting_since: When the wait began, by the monotonic clock in seconds.
-        timer: Ends a wait that takes too long.
+        waiting_since: When who waits for more (``waiter``) began to, by the monotonic clock in seconds.
     """
 
     __slots__ = (
@@ -95,14 +86,12 @@ class Connection(asyncio.Protocol):
 
     @property
     def heard(self) -> bool:
-        """Tell whether anything of an answer has come since the last request."""
         return bool(self.status or self._head_bytes)
 
     def send(self, message: bytes, *, head_only: bool, limit_s: float | None = None) -> None:
         """Send a request on an idle connection; ``limit_s`` is for the whole answer, or until ``Body.limit_reads``.
 
-        Raises:
-            httpx.ReadError: The engine has closed it.
+        ``httpx.ReadError``: the engine has closed it.
         """
         if self.state is not ConnectionState.IDLE or self._transport is None:  # uvloop may tell of it before this runs
             raise httpx.ReadError("the engine closed the connection at once")
@@ -114,11 +103,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(message)
 
     async def head(self) -> None:
-        """Wait for the answer's head.
-
-        Raises:
-            httpx.TransportError: The connection broke, or what came is no HTTP.
-        """
+        """Wait for the answer's head; ``httpx.TransportError``: the connection broke, or what came is no HTTP."""
         while not self.status:
             if self.fault is not None:
                 self.raise_fault()
@@ -158,7 +143,6 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     async def wait(self) -> None:
-        """Wait until something has come, or no more comes."""
         loop = asyncio.get_running_loop()
         self.waiter = loop.create_future()
         if (limit_s := self.read_timeout_s) is not None:
@@ -187,7 +171,6 @@ class Connection(asyncio.Protocol):
             self.waiter.set_result(None)
 
     def raise_fault(self) -> None:
-        """Raise why no more comes."""
         fault, self.fault = self.fault, httpx.ReadError("the connection had failed before")
         try:
             assert fault is not None
@@ -207,7 +190,6 @@ class Connection(asyncio.Protocol):
         self._failed(httpx.RemoteProtocolError(f"the head of the engine's answer is over {MAX_HEAD_BYTES} bytes"))
 
     def resume_reading(self) -> None:
-        """Read the socket again."""
         self.paused = False
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
@@ -306,7 +288,6 @@ class Connection(asyncio.Protocol):
             self.buffered += len(body)
 
     def on_message_complete(self) -> None:
-        """Note the end of an answer, or of an informational one."""
         if self._informational:
             self._informational = False
         elif not self.complete:
@@ -332,7 +313,6 @@ class Body(httpx.AsyncByteStream):
         return self
 
     def limit_reads(self, limit_s: float) -> None:
-        """Let each further read wait so long at most."""
         connection = self._connection
         if connection is not None:
             connection.read_timeout_s, connection.from_sending = limit_s, False
@@ -420,7 +400,6 @@ class EngineTransport(httpx.AsyncBaseTransport):
 
     @property
     def active(self) -> int:
-        """Return the connections on which an answer is coming."""
         return sum(connection.state is ConnectionState.ACTIVE for connection in self._active)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from playwright.async_api import Browser, Playwright
+from playwright.async_api import Browser, Playwright
 
 ARGUMENTS = [
     "--no-sandbox",  # tests may run as root

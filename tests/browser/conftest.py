@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Protocol
 
 import pytest
-from playwright.async_api import async_playwright, expect
+from playwright.async_api import Browser, Page, async_playwright, expect
 
 from tests.browser.chromium import launched
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from contextlib import AbstractAsyncContextManager
-
-    from playwright.async_api import Browser, Page
 
 expect.set_options(timeout=30_000)  # a bound for a busy machine; nothing waits for it but what fails
 

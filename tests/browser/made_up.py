@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from classifier import PromptClass
 from classifier.kinds import Complexity
@@ -18,12 +18,8 @@ from router.policy.profiles import (
     latency_name,
     profile_name,
 )
+from tests.unit.router_stack import Stack
 from tiers.spec import STANDARD_TIERS, TierName
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.unit.router_stack import Stack
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 # Seconds before the first token, and for each token. In proportion as measured on a GPU; slower, to be seen.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
-from playwright.async_api import Error, expect
+from playwright.async_api import Error, Locator, Page, expect
 
 from router.auth.api_keys import add_key
+from tests.browser.conftest import Opened
 from tests.browser.line import Line
 from tests.browser.made_up import ANSWER, measured
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
@@ -17,13 +19,6 @@ from tests.unit.first_up import first_up
 from tests.unit.measuring_router import engines, measuring_router
 from tests.unit.router_stack import router_stack
 from tiers.spec import STANDARD_TIERS
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from playwright.async_api import Locator, Page
-
-    from tests.browser.conftest import Opened
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS

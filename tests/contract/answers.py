@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
 
 from router.auth.api_keys import add_key
 from tests.unit.router_stack import router_stack
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import httpx
 
 HI = {"prompt": "hi", "max_tokens": 8}
 CHAT = {"model": "auto", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}

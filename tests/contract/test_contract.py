@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from router.api.openapi import document
 from tests.contract.answers import Form, forms
 from tests.contract.write import GOLDEN
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.anyio
 DOCUMENT: dict[str, Any] = json.loads(document("0"))

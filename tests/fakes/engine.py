@@ -15,7 +15,7 @@ import time
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
 from pydantic import TypeAdapter
@@ -26,17 +26,14 @@ from starlette.routing import Route
 if not __package__:  # started as a program, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Sequence
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from tests.fakes.named_events import ERROR as NAMED_ERROR
-from tests.fakes.named_events import SCRIPTS
+from tests.fakes.named_events import SCRIPTS, Script
 from tests.fakes.named_events import event as named_event
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Sequence
-
-    from starlette.requests import Request
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from tests.fakes.named_events import Script
 
 ANSWER = ("The", " capital", " of", " France", " is", " Paris", ".")
 TEMPLATE_TOKENS = 6

@@ -10,13 +10,15 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from starlette.types import ASGIApp, Message
 
 from router.api.endpoint import Answering
 from router.auth.api_keys import add_key
@@ -26,15 +28,8 @@ from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.router_stack import Stack, router_stack
 from tests.unit.sent_responder import SentResponder
 from tiers.breaker import BreakerOptions
+from tiers.fleet import Lease
 from tiers.spec import STANDARD_TIERS, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
-    from pathlib import Path
-
-    from starlette.types import ASGIApp, Message
-
-    from tiers.fleet import Lease
 
 # leaves: the client disconnects while the request waits. served: it does when what the request waits for is there, before it
 # has it. stops: the server cancels the request.

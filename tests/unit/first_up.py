@@ -9,9 +9,11 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
 from tokenizers import Tokenizer
@@ -22,10 +24,6 @@ from tests.fakes import engine as fake_engine
 from tests.fakes import quantizer as fake_quantizer
 from tests.ports import reserved_range
 from tests.unit.own_router import QARR
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 4, "dtype": "float32"}
 

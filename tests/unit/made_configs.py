@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from tiers.spec import STANDARD_TIERS, TierName
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 AWQ_RECIPE = "default_stage:\n  default_modifiers:\n    AWQModifier:\n      duo_scaling: true\n"
 

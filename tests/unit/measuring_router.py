@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import httpx
@@ -25,10 +27,6 @@ from tests.unit.router_stack import no_faults_in_the_router
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierSpec
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 TASKS = [
     {"id": f"{kind}-{n}", "class": kind, "complexity": "moderate", "prompt": f"{kind} {n}", "max_tokens": 8,

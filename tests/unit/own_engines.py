@@ -6,9 +6,11 @@ import asyncio
 import json
 import shlex
 import sys
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -16,13 +18,8 @@ from tests.fakes import engine as fake
 from tests.ports import reserved_ports
 from tiers.fleet import Fleet
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
+from tiers.replica import Replica
 from tiers.spec import EngineLaunch, Placement, ReplicaStatus, TierName, TierSpec
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
-
-    from tiers.replica import Replica
 
 
 @dataclass(slots=True)

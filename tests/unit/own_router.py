@@ -7,10 +7,11 @@ import os
 import ssl
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
@@ -18,9 +19,6 @@ from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.ports import reserved_ports
 from tests.unit.own_engines import until
 from tiers.spec import STANDARD_TIERS
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
 
 QARR = str(Path(sys.executable).with_name("qarr"))
 

@@ -5,36 +5,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
+from opentelemetry.sdk.trace import TracerProvider
+from starlette.types import ASGIApp
 
 from classifier import EstimatingCounter
 from router.api.problems import refusal
 from router.app import App
 from router.auth.access import KeyStore
 from router.deployment.options import fleet_options
+from router.pipeline.pipeline import Pipeline
 from router.reload import Reloads
 from router.section import PROJECT
 from router.server.http_protocol import protocol_for
+from router.settings import Settings
 from router.telemetry.tracing import Telemetry, make_telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
 from tests.turned import turned
 from tiers.fleet import Fleet
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
 from tiers.spec import ReplicaStatus, TierName, TierSpec
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
-
-    from opentelemetry.sdk.trace import TracerProvider
-    from starlette.types import ASGIApp
-
-    from router.pipeline.pipeline import Pipeline
-    from router.settings import Settings
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import stat
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +16,6 @@ from router.policy.decision_log import read_log
 from router.profiling.prompt_samples import MAX_PROMPTS
 from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FULL = "/dev/full"
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from router.auth.api_keys import read_keys
@@ -15,11 +16,6 @@ from router.section import PROJECT
 from router.settings import load_settings
 from router.upstream.overflow import _LEFT_OUT
 from router.upstream.settings import OverflowSettings
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
 
 TEXT = (PROJECT / "docs/overflow.md").read_text("utf-8")
 BLOCKS = dict(re.findall(r"^```(\w+)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL))

@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from typing import TYPE_CHECKING
 
 import pytest
 
 from router.redis_link import UNAVAILABLE, RedisClock, connect, outage
+from tests.conftest import RedisServer
 from tests.ports import reserved_ports
-
-if TYPE_CHECKING:
-    from tests.conftest import RedisServer
 
 pytestmark = pytest.mark.anyio
 URL = "redis://127.0.0.1:{}/0"

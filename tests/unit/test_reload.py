@@ -8,8 +8,10 @@ import os
 import pty
 import signal
 import subprocess
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,14 +19,8 @@ import pytest
 from router.auth.api_keys import add_key
 from router.settings import Settings, changes, leaves, load_settings
 from tests.unit.own_engines import until
-from tests.unit.own_router import QARR, connection, own_router
+from tests.unit.own_router import QARR, OwnRouter, connection, own_router
 from tests.unit.router_stack import events
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
-
-    from tests.unit.own_router import OwnRouter
 
 pytestmark = pytest.mark.anyio
 LIMITED = "[limits]\nmax_tokens = 7\n"

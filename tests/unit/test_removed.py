@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +11,6 @@ from router import removed
 from router.removed import Removed, removed_argument
 from router.section import SettingsError
 from router.settings import load_settings
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SETTINGS = {"server.fans": Removed("use nginx", refused=True), "copies": Removed("use Envoy", refused=False)}
 SETTINGS["tiers.*.fans"] = SETTINGS["copies"]

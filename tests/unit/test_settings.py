@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -17,9 +17,6 @@ from router.settings import Settings, leaves, load_settings
 from router.telemetry.settings import TelemetrySettings
 from tests.imports import modules, room_of
 from tiers.spec import STANDARD_TIERS, TierName
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # Rooms that read another's section; only goes down.
 FOREIGN = {

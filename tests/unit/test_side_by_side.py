@@ -8,8 +8,10 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -17,10 +19,6 @@ import pytest
 
 from router.section import PROJECT
 from tests.ports import reserved_ports
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 CHAT = {"model": "stub", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}

@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from classifier import PromptClass, PromptFeatures
 from router.policy.decide import decide
-from router.policy.decision import Query
+from router.policy.decision import Decision, Query
 from router.policy.table import PolicyStore
+from router.settings import Settings
 from router.telemetry.tracing import Telemetry
 from router.upstream.client import Upstream
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import EngineStream
 from router.upstream.progress import Resumption
+from router.upstream.sse import Chunk
 from router.upstream.transport import EngineTransport
 from tests.fakes.engine import Behaviour, FakeEngine
 from tests.turned import turned
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import PRECISIONS, STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-
-    from starlette.types import ASGIApp
-
-    from router.policy.decision import Decision
-    from router.settings import Settings
-    from router.upstream.sse import Chunk
 
 LIMIT = 4  # slots of each replica
 QUERY = Query(PromptFeatures(2, 1, 1, True, False, False, None, PromptClass.CHAT, 0.9, ()), 20, 100)

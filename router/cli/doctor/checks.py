@@ -9,10 +9,11 @@ import shutil
 import socket
 import stat
 import subprocess
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -23,6 +24,7 @@ from router.cli.client import KEY_NEEDED, authorization, own_url, trusted
 from router.deployment.layout import prepare_options, tier_spec
 from router.deployment.listening import ListenError, open_keys
 from router.section import PROJECT
+from router.settings import Settings
 from tiers.checkpoints.checkpoint import Checkpoint, check_whole, identity
 from tiers.checkpoints.precision import checkpoint_precision
 from tiers.checkpoints.prepare import finished
@@ -30,12 +32,7 @@ from tiers.errors import CheckpointError, PortInUseError
 from tiers.lifecycle.process import check_port_free
 from tiers.plan import GIB, cpu_flags, read_machine
 from tiers.preparing import Preparing
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from router.settings import Settings
-    from tiers.spec import TierName
+from tiers.spec import TierName
 
 LITTLE_DISK, SCANT_DISK = 2 * GIB, 10 * GIB
 FP8_COMPUTE, BF16_COMPUTE = 8.9, 8.0
@@ -64,34 +61,22 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found.
+    """What one check found."""
 
-    Attributes:
-        group: ``settings``, ``machine``, ``files``, ``network`` or ``running``; ``CHECKS`` supplies it.
-        check: Name of the check; empty: the one in ``CHECKS``.
-        found: For a person.
-        then: What to do next; empty if nothing is to be done.
-    """
-
-    group: str
-    check: str
+    group: str  # ``settings``, ``machine``, ``files``, ``network`` or ``running``; ``CHECKS`` supplies it
+    check: str  # name of the check; empty: the one in ``CHECKS``
     health: Health
-    found: str
-    then: str = ""
+    found: str  # for a person
+    then: str = ""  # what to do next; empty if nothing is to be done
 
 
 @dataclass(frozen=True, slots=True)
 class CheckContext:
-    """What is checked.
-
-    Attributes:
-        url: URL of a running router; empty: that of the settings.
-        key: Key for that router.
-    """
+    """What is checked."""
 
     settings: Settings
-    url: str
-    key: str
+    url: str  # URL of a running router; empty: that of the settings
+    key: str  # key for that router
 
 
 def ok(found: str, check: str = "") -> Finding:
@@ -99,12 +84,10 @@ def ok(found: str, check: str = "") -> Finding:
 
 
 def warning(found: str, then: str, check: str = "") -> Finding:
-    """Return a finding of something that works, but not as well as it could."""
     return Finding("", check, Health.WARNING, found, then)
 
 
 def problem(found: str, then: str, check: str = "") -> Finding:
-    """Return a finding of something that does not work."""
     return Finding("", check, Health.PROBLEM, found, then)
 
 
@@ -135,11 +118,7 @@ def gpu(context: CheckContext) -> Iterator[Finding]:
 
 
 def judge_gpu(parts: list[str]) -> Finding:
-    """Return what a GPU can compute.
-
-    Args:
-        parts: Index, name, driver, compute capability, MiB of memory, MiB free.
-    """
+    """Judge a GPU: its index, name, driver, compute capability, MiB of memory, MiB free."""
     index, name, driver, compute, total, free = parts
     memory_free = f"{int(free) / 1024:.1f} of {int(total) / 1024:.1f} GiB free"
     found = f"{index}: {name}, driver {driver}, compute capability {compute}, {memory_free}"
@@ -197,7 +176,6 @@ def keys(context: CheckContext) -> Iterator[Finding]:
 
 
 def engine_environment(context: CheckContext) -> Iterator[Finding]:
-    """Check that vLLM is installed where engines are started, in the version that is tested."""
     python = context.settings.engine.python
     if not python.is_file():
         needed = bool(local_tiers(context))
@@ -221,7 +199,6 @@ def engine_environment(context: CheckContext) -> Iterator[Finding]:
 
 
 def checkpoints(context: CheckContext) -> Iterator[Finding]:
-    """Check that each tier started here has a complete checkpoint."""
     settings, wanted = context.settings, local_tiers(context)
     if not wanted:
         yield ok("none needed: every tier runs elsewhere")
@@ -264,7 +241,6 @@ def judge_checkpoint(name: TierName, folder: Path, made: Checkpoint | None) -> F
 
 
 def router_port(context: CheckContext) -> Iterator[Finding]:
-    """Check that the router's port is free, or that a router has it."""
     host, port = context.settings.server.host, context.settings.server.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -280,7 +256,6 @@ def router_port(context: CheckContext) -> Iterator[Finding]:
 
 
 def engine_ports(context: CheckContext) -> Iterator[Finding]:
-    """Check the ports of engines that are started here: free, or those of a router's engines."""
     tiers, base = context.settings.tiers, context.settings.engine.base_port
     ports = range(base, base + sum(tiers.of(name).replicas_here for name in tiers.names))
     taken = []
@@ -312,7 +287,6 @@ def _running_ports(context: CheckContext) -> set[int]:
 
 
 def holder(port: int) -> str:
-    """Return which process listens on a port, as far as this user may know."""
     with contextlib.suppress(psutil.Error, OSError):
         if process := _listener(port):
             script = next((Path(part).name for part in process.cmdline()[1:2] if part.endswith(".py")), "")
@@ -336,7 +310,6 @@ def _of_a_router(port: int) -> bool:
 
 
 def running_router(context: CheckContext) -> Iterator[Finding]:
-    """Check a running router's health, its replicas and its measurements."""
     alive, url = _get(context, "/healthz"), context.url or own_url(context.settings)
     if alive is None:
         yield ok(f"none answers at {url} ('make up' starts one)")
@@ -364,7 +337,6 @@ def running_router(context: CheckContext) -> Iterator[Finding]:
 
 
 def judge_fleet(fleet: dict[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for each replica of a fleet as ``GET /tiers`` gives it, and for each tier without one."""
     for tier in fleet["tiers"]:
         name = f"tier {tier['tier']}"
         if not tier["replicas"]:
@@ -389,7 +361,6 @@ def judge_fleet(fleet: dict[str, Any]) -> Iterator[Finding]:
 
 
 def judge_profiling(profiling: dict[str, Any]) -> Finding:
-    """Return what a router has measured of its tiers, as ``GET /tiers`` gives it."""
     check, state, measured = "measuring", profiling["state"], profiling["measured"]
     known = ", ".join(f"{name} of {' '.join(tiers)}" for name, tiers in measured.items() if tiers)
     found = f"measured: {known or 'nothing yet'}"
@@ -416,7 +387,6 @@ def _without_engine(tier: dict[str, Any], check: str) -> Finding:
 
 
 def _first_line(detail: str | None) -> str:
-    """Return the first line of a detail, after a colon; empty without a detail."""
     text = (detail or "").partition("\n")[0][:DETAIL_CHARS]
     return f": {text}" if text else ""
 

@@ -6,26 +6,21 @@ A check says what it found, and in one line what to do next. No check changes an
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from router.cli.client import KeyOption, UrlOption  # noqa: TC001  typer reads them
+from router.cli.client import KeyOption, UrlOption
 from router.cli.common import ConfigOption, output
-from router.cli.doctor.checks import CHECKS, CheckContext, Health, ok, problem, warning
+from router.cli.doctor.checks import CHECKS, CheckContext, Finding, Health, ok, problem, warning
 from router.section import SettingsError
 from router.settings import load_settings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from rich.console import Console
-
-    from router.cli.doctor.checks import Finding
 
 SHADES = {Health.OK: "green", Health.WARNING: "yellow", Health.PROBLEM: "bold red"}
 NAME_WIDTH = 22

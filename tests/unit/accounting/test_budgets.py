@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from router.accounting.budgets import Hold, periods
@@ -16,18 +19,11 @@ from router.accounting.database import Database
 from router.accounting.ledgers import SqliteLedger
 from router.auth.api_keys import MICRO, Account, add_key, read_keys, set_team
 from router.telemetry.record import Cost, Outcome
+from tests.conftest import RedisServer
+from tests.fakes.engine import Behaviour
 from tests.unit.own_engines import until
 from tests.unit.router_stack import Stack, events, router_stack
 from tiers.spec import TierName
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    import httpx
-
-    from tests.conftest import RedisServer
-    from tests.fakes.engine import Behaviour
 
 pytestmark = pytest.mark.anyio
 PLENTY = 1e6

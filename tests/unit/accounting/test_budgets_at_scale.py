@@ -6,14 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
 from router.section import PROJECT
-
-if TYPE_CHECKING:
-    from tests.conftest import RedisServer
+from tests.conftest import RedisServer
 
 RESULTS = PROJECT / "benchmarks/results"
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,16 +15,10 @@ from redis.asyncio import Redis
 
 from router.accounting.budgets import Hold, Periods
 from router.accounting.database import Database
-from router.accounting.ledgers import LEASE_S, MemoryLedger, RedisLedger, SqliteLedger, _name
+from router.accounting.ledgers import LEASE_S, BudgetLedger, MemoryLedger, RedisLedger, SqliteLedger, _name
 from router.auth.api_keys import Account, Budget, Limit
 from router.telemetry.record import Cost
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from router.accounting.ledgers import BudgetLedger
-    from tests.conftest import RedisServer
+from tests.conftest import RedisServer
 
 pytestmark = pytest.mark.anyio
 DAY = Periods("2026-11-24", "2026-11")

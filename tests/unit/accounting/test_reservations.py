@@ -9,29 +9,31 @@ import signal
 import sys
 import time
 from calendar import timegm
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
-from router.accounting.budgets import BudgetUnknownError, NoPriceError, OverBudgetError, periods, renews_at
+from router.accounting.budgets import (
+    BudgetUnknownError,
+    Hold,
+    NoPriceError,
+    OverBudgetError,
+    Reserved,
+    periods,
+    renews_at,
+)
 from router.accounting.database import Database
-from router.accounting.ledgers import LEASE_S, MemoryLedger, RedisLedger, SqliteLedger
+from router.accounting.ledgers import LEASE_S, BudgetLedger, MemoryLedger, RedisLedger, SqliteLedger
 from router.accounting.reservations import Reservation, Reservations
 from router.accounting.settings import BudgetSettings
 from router.auth.api_keys import Account, Budget, Caller
 from router.telemetry.record import Cost
+from tests.conftest import RedisServer
 from tests.unit.accounting.test_ledgers import DAY, Clock
 from tests.unit.own_engines import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from router.accounting.budgets import Hold, Taken
-    from router.accounting.ledgers import BudgetLedger
-    from tests.conftest import RedisServer
 
 pytestmark = pytest.mark.anyio
 NOON = timegm((2026, 11, 30, 12, 0, 0))
@@ -118,7 +120,7 @@ class SlowLedger(MemoryLedger):
         super().__init__()
         self.asked, self.go = asyncio.Event(), asyncio.Event()
 
-    async def reserve(self, hold: Hold) -> Taken:
+    async def reserve(self, hold: Hold) -> Reserved:
         self.asked.set()
         await self.go.wait()
         return await super().reserve(hold)

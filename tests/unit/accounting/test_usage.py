@@ -7,7 +7,8 @@ import csv
 import io
 import json
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,6 @@ from router.monitoring.usage import LOOK_S, Labels
 from tests.deploy.services import eventually
 from tests.unit.accounting.test_budgets import PLENTY, Shop, shop
 from tests.unit.cli.stub_router import qarr
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 RIGHTS: dict[str, dict[str, Any]] = {

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import schemathesis
-
-if TYPE_CHECKING:
-    from schemathesis import Case, CheckContext, HookContext, Response
+from schemathesis import Case, CheckContext, HookContext, Response
 
 
 @schemathesis.hook

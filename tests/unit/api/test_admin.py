@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from router.auth.api_keys import add_key
@@ -13,12 +16,6 @@ from tests.unit.own_engines import until
 from tests.unit.router_stack import Stack, router_stack
 from tiers.lifecycle.operations import KINDS
 from tiers.spec import ReplicaStatus
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    import httpx
 
 pytestmark = pytest.mark.anyio
 OPERATIONS = "/admin/operations"

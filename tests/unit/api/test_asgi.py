@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import pytest
+from starlette.types import Message, Receive, Scope
 
 from router.api.asgi import (
     CONTEXT,
@@ -16,15 +16,11 @@ from router.api.asgi import (
     body_message,
     cancel_on_disconnect,
     context_of,
-    no_body,
     read_body,
     start_message,
 )
 from router.pipeline.request import RequestContext
 from tests.unit.sent_responder import SentResponder
-
-if TYPE_CHECKING:
-    from starlette.types import Message, Receive, Scope
 
 pytestmark = pytest.mark.anyio
 LIMIT = 10
@@ -95,4 +91,3 @@ async def test_messages_are_as_asgi_has_them() -> None:
     assert not started[HOLD]
     assert start_message({}, "text/plain", {}, hold=True)[HOLD]
     assert body_message(b"a", more=True) == {"type": "http.response.body", "body": b"a", "more_body": True}
-    assert (await no_body())["more_body"] is False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +16,6 @@ from tests.unit.router_stack import router_stack
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierName, TierSpec
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 SECRET = "hunter2-secret"

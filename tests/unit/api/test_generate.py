@@ -6,7 +6,8 @@ import asyncio
 import json
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,6 @@ from tests.fakes.engine import ANSWER, Behaviour
 from tests.unit.own_engines import until
 from tests.unit.router_stack import events, router_stack
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 FULL = "".join(ANSWER)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -19,9 +20,6 @@ from tests.unit.router_stack import router_stack
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, Draft, ReplicaStatus, TierName, TierSpec
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FLEET = Fleet(
     tuple(TierSpec(name, 100, 1, 1, adapters=("support",) if name is TierName.FAST else ()) for name in STANDARD_TIERS)

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 
 from router.auth.api_keys import add_key
 from tests.fakes.engine import ANSWER, Behaviour
-from tests.unit.router_stack import events, router_stack
+from tests.unit.router_stack import Stack, events, router_stack
 from tiers.spec import ReplicaStatus, TierName
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import httpx
-
-    from tests.unit.router_stack import Stack
 
 pytestmark = pytest.mark.anyio
 FULL = "".join(ANSWER)

@@ -5,21 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from tests.fakes.engine import ANSWER, FINGERPRINT, Behaviour
-from tests.unit.router_stack import router_stack
+from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import STANDARD_TIERS, Draft, ReplicaStatus, TierName
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import httpx
-
-    from tests.unit.router_stack import Stack
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"

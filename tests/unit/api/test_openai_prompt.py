@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from classifier import EstimatingCounter
 from router.api.openai_prompt import PART_TOKENS, SHORT_CHARS, read_chat, read_completion
+from router.pipeline.request import PromptText
 from router.upstream.json_object import JsonObject
 from tests.unit.pipeline.test_request import asked_for
 from tiers.prefix_memory import Prefix, PrefixMemory
 from tiers.spec import TemplateTokens
-
-if TYPE_CHECKING:
-    from router.pipeline.request import PromptText
 
 COUNTER = EstimatingCounter()
 LONG = "Please explain in detail how a compiler turns source code into machine code, step by step. " * 4

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
 from router.upstream.client import PASSED_AT_ONCE
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.own_engines import until
-from tests.unit.router_stack import router_stack
+from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import STANDARD_TIERS, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    import httpx
-
-    from tests.unit.router_stack import Stack
 
 pytestmark = pytest.mark.anyio
 EMBEDDINGS = "/v1/embeddings"

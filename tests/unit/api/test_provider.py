@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
-from tests.unit.router_stack import events, router_stack
+from tests.unit.router_stack import Stack, events, router_stack
 from tiers.spec import TierName
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.unit.router_stack import Stack
 
 pytestmark = pytest.mark.anyio
 PRECISIONS = {

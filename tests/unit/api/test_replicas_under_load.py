@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,10 +14,6 @@ from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.unit.own_engines import until
 from tests.unit.router_stack import Stack, events, router_stack
 from tiers.spec import ReplicaStatus
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 MORE, CLIENTS = 20, 24

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,14 +17,8 @@ from router.auth.api_keys import add_key
 from tests.fakes.engine import Behaviour
 from tests.turned import turned
 from tests.unit.own_engines import until
-from tests.unit.router_stack import events, router_stack
+from tests.unit.router_stack import Stack, events, router_stack
 from tiers.spec import TierName
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from tests.unit.router_stack import Stack
 
 pytestmark = pytest.mark.anyio
 WORDS = tuple(f"w{n} " for n in range(60))
@@ -372,9 +368,9 @@ async def test_a_stream_that_is_read_is_not_ended_by_readers_before() -> None:
     assert stream is not None
     first = asyncio.create_task(streams.read(stream, 0, begin, stuck))
     await until(lambda: stream.newest > 2)
-    before = stream._reader
+    before = stream.reader
     second = asyncio.create_task(streams.read(stream, 0, begin, nowhere))
-    await until(lambda: stream._reader is not before)
+    await until(lambda: stream.reader is not before)
     await lose(second)
     await lose(first)
     third = asyncio.create_task(streams.read(stream, 0, begin, nowhere))

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.fakes.engine import ANSWER
 from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi"}]

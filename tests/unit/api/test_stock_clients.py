@@ -6,7 +6,8 @@ import asyncio
 import gzip
 import json
 import zlib
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -17,9 +18,6 @@ from router.settings import load_settings
 from tests.fakes.engine import ANSWER, Behaviour
 from tests.unit.router_stack import router_stack
 from tiers.spec import TierName
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi"}]

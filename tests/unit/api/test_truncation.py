@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -11,15 +12,11 @@ import pytest
 from classifier import EstimatingCounter, TokenCounter
 from router.api.openai_prompt import read_chat
 from router.api.truncation import Cutter, cut_prompts
+from router.pipeline.request import Truncate
 from router.upstream.json_object import JsonObject
 from tests.unit.pipeline.test_request import asked_for
 from tests.unit.router_stack import router_stack
 from tiers.spec import ReplicaStatus, TemplateTokens, TierName
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from router.pipeline.request import Truncate
 
 TEMPLATE = TemplateTokens(alone=10, with_system=15, further_pair=10)
 CONTEXTS = {

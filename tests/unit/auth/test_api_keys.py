@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from router.auth.access import KeyStore
 from router.auth.api_keys import KeysError, UnauthorizedError, add_key, read_keys, revoke_key
 from router.deployment.listening import ListenError, open_keys
 from router.settings import load_settings
-from tests.unit.router_stack import router_stack
+from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import TierName
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import httpx
-
-    from tests.unit.router_stack import Stack
 
 
 @pytest.fixture

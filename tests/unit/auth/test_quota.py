@@ -6,19 +6,16 @@ import asyncio
 import random
 import time
 from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
 from router.auth.api_keys import Caller, Quota
 from router.auth.quota import WINDOW_S, LocalLedger, OverQuotaError, QuotaGrant, Quotas, Refund, _names
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from tests.conftest import RedisServer
+from tests.conftest import RedisServer
 
 pytestmark = pytest.mark.anyio
 

@@ -7,8 +7,10 @@ import json
 import re
 import time
 import tomllib
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
 import jwt
@@ -40,10 +42,6 @@ from tests.imports import ROOT
 from tests.unit.own_engines import until
 from tests.unit.own_router import connection, own_router
 from tiers.spec import TierName
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 ISSUER, AUDIENCE = "https://issuer.example", "qarr"

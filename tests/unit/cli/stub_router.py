@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from click.testing import Result
 from typer.testing import CliRunner
 
 from router.cli.main import make_app
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from click.testing import Result
 
 
 def qarr(*args: str, stdin: str = "", **env: str) -> Result:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +12,6 @@ from router.cli.classify import idle_fleet
 from router.settings import load_settings
 from tests.unit.cli.stub_router import qarr, stub_router
 from tiers.spec import STANDARD_TIERS, ReplicaStatus
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +10,6 @@ from router.cli.client import KEY_NEEDED, RouterApiClient, authorization, find_r
 from router.section import SettingsError
 from tests.unit.cli.stub_router import qarr, stub_router
 from tiers.errors import OperationError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_it_sends_the_key_and_returns_the_object() -> None:

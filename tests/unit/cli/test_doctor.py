@@ -9,7 +9,8 @@ import socket
 import struct
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,10 +34,6 @@ from tiers.checkpoints.checkpoint import check_whole, read_checkpoint, seal
 from tiers.errors import CheckpointError
 from tiers.lifecycle.process import GUARD
 from tiers.spec import STANDARD_TIERS, TierName
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 pytestmark = pytest.mark.anyio
 OK, WARNING, PROBLEM = Health.OK, Health.WARNING, Health.PROBLEM

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from router.auth.api_keys import KeysError, read_keys
 from router.cli.keys import expiry
 from tests.unit.cli.stub_router import qarr
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +16,6 @@ from tests.unit.cli.stub_router import qarr
 from tests.unit.own_engines import until
 from tests.unit.own_router import QARR
 from tiers.errors import OperationError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TRACE, REQUEST = "ab" * 16, "cd" * 16
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import fcntl
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from classifier import PromptClass
 from router.cli.profile import _show, _show_latency
 from router.policy.profiles import Diagnosis, Fit, FitError, LatencyProfile, ProfileError
 from tests.unit.cli.stub_router import qarr
 from tests.unit.policy.made_profiles import counted, quality
 from tiers.spec import TierName
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-from classifier import PromptClass
 
 FAST = TierName.FAST
 NOW = datetime(2026, 5, 1, tzinfo=UTC)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -18,9 +18,6 @@ from tiers.fleet import Fleet
 from tiers.plan import GIB, Plan, Share
 from tiers.preparing import ENGINE_START_S
 from tiers.spec import STANDARD_TIERS, Placement, TierSpec
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.unit.cli.stub_router import StubRouter, qarr, stub_router
 from tiers.errors import OperationError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 REPLICA: dict[str, Any] = {
     "id": "fast-0", "state": "ready", "precision": "fp8", "in_flight": 2, "served": 40, "failed": 1, "kv_cache_usage": 0.256, "tpot_ms": 31.26,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,6 @@ from tests.unit.deployment.test_layout import made, settings
 from tiers.errors import PlanError
 from tiers.lifecycle.command import LOAD_AT_RUN_TIME, engine_argv, engine_environment
 from tiers.spec import STANDARD_TIERS, EngineLaunch, TierName
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 

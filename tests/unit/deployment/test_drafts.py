@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,6 @@ from router.settings import load_settings
 from tests.unit.deployment.test_layout import made, settings
 from tiers.errors import CheckpointError, PlanError, TokenizerMismatchError
 from tiers.spec import NGRAM, STANDARD_TIERS, Draft, TierName, TierSpec
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,9 +15,6 @@ from tests.unit.first_up import first_up
 from tests.unit.own_engines import until
 from tiers.preparing import ENGINE_START_S, TYPICAL, WRITING_S, Preparations, about
 from tiers.spec import STANDARD_TIERS, TierName
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 GIB = 1 << 30

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -13,11 +13,9 @@ from router.deployment.on_ray import make_ray_deployment
 from router.section import SettingsError
 from router.settings import Settings, load_settings
 from tests.unit.deployment.test_layout import made
+from tiers.cluster.job import WantedReplica
 from tiers.errors import CheckpointError, EngineError, PlanError
 from tiers.spec import TierName
-
-if TYPE_CHECKING:
-    from tiers.cluster.job import WantedReplica
 
 HERE = Path(sys.executable)
 

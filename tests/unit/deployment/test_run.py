@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,6 @@ from router.deployment.listening import ListenError, listen, open_keys
 from router.deployment.run import check_files
 from router.section import SettingsError
 from router.settings import Settings, load_settings
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def settings(**overrides: Any) -> Settings:

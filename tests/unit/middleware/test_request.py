@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from router.api.asgi import body_message, context_of, start_message
 from router.auth.access import KeyStore
@@ -17,12 +20,6 @@ from router.middleware.request import RequestMiddleware
 from router.server.responder import OUT
 from router.telemetry.tracing import Telemetry
 from tests.unit.sent_responder import SentResponder
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-    from pathlib import Path
-
-    from starlette.types import Message, Receive, Scope, Send
 
 pytestmark = pytest.mark.anyio
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from router.api.paths import MOST_LISTED
 from router.auth.api_keys import ANONYMOUS
 from router.monitoring.live import MOST_BEHIND, Reader
-from tests.unit.router_stack import router_stack
+from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import STANDARD_TIERS
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from tests.unit.router_stack import Stack
 
 pytestmark = pytest.mark.anyio
 

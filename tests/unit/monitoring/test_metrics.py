@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -14,14 +14,10 @@ from classifier import PromptClass
 from router.monitoring.metrics import RequestMetrics
 from router.pipeline.registry import OVER_BUDGET, OVER_QUOTA
 from router.policy.decision import Refusal
-from router.telemetry.record import Outcome
+from router.telemetry.record import Outcome, RequestRecord
 from tests.unit.records import decision, record
-from tests.unit.router_stack import router_stack
+from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import STANDARD_TIERS, ReplicaStatus
-
-if TYPE_CHECKING:
-    from router.telemetry.record import RequestRecord
-    from tests.unit.router_stack import Stack
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 CHAT_FAST = {"class": "chat", "tier": "fast"}

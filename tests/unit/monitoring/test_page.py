@@ -6,7 +6,8 @@ import base64
 import hashlib
 import re
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,6 @@ from router.monitoring.page import SCRIPTS, WEB, compose
 from router.section import SettingsError
 from router.settings import load_settings
 from tests.unit.router_stack import router_stack
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CONTROLS = {"input", "select", "textarea"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +11,6 @@ from tests.unit.monitoring.test_metrics import scrape
 from tests.unit.router_stack import router_stack
 from tiers.spec import TierName
 from tiers.speed import SpeedModel
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.anyio

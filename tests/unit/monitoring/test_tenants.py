@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import httpx
 import pytest
 
 from router.auth.api_keys import add_key, revoke_key
 from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import TierName
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    import httpx
 
 pytestmark = pytest.mark.anyio
 SECRET = "the merger of the two"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from classifier import PromptClass, PromptFeatures
-from router.pipeline.admission import Admission
+from router.pipeline.admission import Admission, Slot
 from router.policy.decide import decide
 from router.policy.decision import PRIORITIES, Query, RequestRefusedError
 from router.policy.table import PolicyStore
@@ -19,11 +20,6 @@ from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.snapshot import Gauges
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from router.pipeline.admission import Slot
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS

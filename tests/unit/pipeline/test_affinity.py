@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,9 +12,6 @@ from tests.fakes.engine import Behaviour
 from tests.unit.router_stack import Stack, router_stack
 from tiers.prefix_memory import PrefixMemory
 from tiers.spec import TierName
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 SYSTEM = {"role": "system", "content": "You answer in one word. " * 40}

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
-from tests.unit.cancelling import WAYS, cut_router, scenarios
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.conftest import RedisServer
-    from tests.unit.cancelling import CutRouter, Scenario
+from tests.conftest import RedisServer
+from tests.unit.cancelling import WAYS, CutRouter, Scenario, cut_router, scenarios
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
 AWAITS = 100  # more than any request has

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,10 +20,6 @@ from router.pipeline.failover import StopStringJoiner
 from tests.fakes.engine import PIECE, Behaviour
 from tests.unit.router_stack import Stack, events, router_stack
 from tiers.spec import STANDARD_TIERS, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 WORDS = ("The", " capital", " of", " France", " is", " Paris", ",", " on", " the", " Seine", ".")

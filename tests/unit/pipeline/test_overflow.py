@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import APIStatusError, AsyncOpenAI
@@ -19,16 +21,10 @@ from router.monitoring.live import render_open
 from router.policy.decide import UNKNOWN_RETRY_S
 from router.policy.decision_log import OverflowRecord, read_log
 from tests.fakes.engine import Behaviour, FakeEngine, serving
-from tests.unit.router_stack import events, router_stack
+from tests.unit.router_stack import Stack, events, router_stack
 from tiers.breaker import BreakerOptions
+from tiers.fleet import Lease
 from tiers.spec import STANDARD_TIERS
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from tests.unit.router_stack import Stack
-    from tiers.fleet import Lease
 
 pytestmark = pytest.mark.anyio
 KEY, MODEL, NAME, TEXT = "sk-outside", "foreign", "outside.example", "The capital of France is Paris."

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from classifier import EstimatingCounter
+from classifier import EstimatingCounter, PromptClass, PromptFeatures, load_second_look
 from router.accounting.charging import Charging
 from router.accounting.ledgers import MemoryLedger
 from router.accounting.reservations import Reservations
@@ -20,9 +22,9 @@ from router.pipeline.admission import Admission
 from router.pipeline.failover import Failover
 from router.pipeline.overflow import Overflow
 from router.pipeline.pipeline import Pipeline
-from router.pipeline.registry import RequestRegistry
+from router.pipeline.registry import ActiveRequest, RequestRegistry
 from router.pipeline.request import MAX_COUNT, Call, PromptText, RequestContext, RoutingOptions
-from router.policy.decision import Refusal, RequestRefusedError
+from router.policy.decision import Decision, Refusal, RequestRefusedError
 from router.policy.decision_log import DecisionLog, read_log
 from router.telemetry.record import Outcome
 from router.upstream.engine_request import EngineRequest
@@ -31,17 +33,9 @@ from router.upstream.errors import EngineTooSlowError
 from router.upstream.json_object import JsonObject
 from router.upstream.overflow import OverflowClient
 from tests.fakes.engine import Behaviour
-from tests.unit.upstream_stack import HI, text_of, until, upstream_stack
+from tests.unit.classifier.cases import ASKS, CONTAINS, NEITHER
+from tests.unit.upstream_stack import HI, UpstreamStack, text_of, until, upstream_stack
 from tiers.spec import STANDARD_TIERS, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from classifier import PromptFeatures
-    from router.pipeline.registry import ActiveRequest
-    from router.policy.decision import Decision
-    from tests.unit.upstream_stack import UpstreamStack
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS
@@ -68,21 +62,11 @@ class Noted:
     def request(self) -> None:
         self.requests += 1
 
+    def prompt(self, text: str, _features: PromptFeatures) -> None:
+        self.prompts.append(text)
 
-@dataclass
-class Prompts:
-    noted: Noted
-
-    def offer(self, text: str, _features: PromptFeatures) -> None:
-        self.noted.prompts.append(text)
-
-
-@dataclass
-class Answers:
-    noted: Noted
-
-    def offer(self, _decision: Decision, tier: TierName, messages: Any) -> None:
-        self.noted.answers.append((tier, messages))
+    def answer(self, _decision: Decision, tier: TierName, messages: Any) -> None:
+        self.answers.append((tier, messages))
 
 
 @dataclass
@@ -134,7 +118,7 @@ async def line(
         pipeline = Pipeline(
             fleet=stack.fleet,
             counter=EstimatingCounter(),
-            second_look=None,
+            second_look=load_second_look(),
             policy=stack.policy,
             quotas=Quotas(),
             charging=Charging(Reservations(MemoryLedger(), settings.budgets), stack.fleet, stack.policy, {}),
@@ -146,8 +130,8 @@ async def line(
             registry=RequestRegistry(ServerState(), 9),
             decisions=decisions,
             telemetry=stack.telemetry,
-            prompt_observer=Prompts(noted),
-            answer_observer=Answers(noted),
+            prompt_observer=noted.prompt,
+            answer_observer=noted.answer,
         )
         yield Line(pipeline, stack, noted)
         if decisions is not None:
@@ -164,6 +148,20 @@ async def test_a_decision_that_is_served_is_told_to_observers(tmp_path: Path) ->
         assert (decision.tier, at.noted.prompts, at.noted.requests) == (FAST, ["hi"], 2)
     (record,) = (each for each in read_log(tmp_path / "log") if hasattr(each, "request_id"))
     assert record.request_id == "r1"
+
+
+async def test_a_second_look_is_taken_only_where_the_tier_hangs_on_it() -> None:
+    """A prompt that may have code is looked at again, unless one tier would serve it either way."""
+    texts = (text for _, text in (*ASKS, *CONTAINS, *NEITHER))
+    prompt = next(PromptText(text) for text in texts if PromptText(text).classify(EstimatingCounter()).doubtful)
+    async with line() as at:
+        table = at.stack.policy.table
+        at.stack.policy.table = replace(table, max_loss={PromptClass.CODE: 0.0})
+        hanging = await at.pipeline.decide(asked(prompt=prompt, options=RoutingOptions()))
+        alone = await at.pipeline.decide(asked(prompt=prompt, options=RoutingOptions(only=frozenset({PRECISE}))))
+    assert "second look" in hanging.query.features.signals
+    assert not hanging.query.features.doubtful
+    assert alone.query.features.doubtful
 
 
 async def test_what_the_policy_refuses_costs_no_quota() -> None:

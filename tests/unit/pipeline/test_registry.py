@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,23 +13,16 @@ from router.auth.api_keys import Caller
 from router.auth.quota import OverQuotaError
 from router.lifecycle import ServerState
 from router.pipeline.admission import Slot
-from router.pipeline.registry import OVER_QUOTA, RequestRegistry
+from router.pipeline.registry import OVER_QUOTA, ActiveRequest, RequestRegistry
 from router.pipeline.request import RequestContext
 from router.policy.decide import decide
-from router.policy.decision import Refusal, RequestRefusedError, Sla
+from router.policy.decision import Decision, Refusal, RequestRefusedError, Sla
 from router.telemetry.logs import request_line
 from router.telemetry.record import Outcome, RequestRecord, Served, Tokens, render_summary
 from router.upstream.errors import EngineBrokeError, EngineRefusedError
 from tests.fakes.engine import Behaviour
-from tests.unit.upstream_stack import QUERY, text_of, upstream_stack
+from tests.unit.upstream_stack import QUERY, UpstreamStack, text_of, upstream_stack
 from tiers.spec import STANDARD_TIERS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from router.pipeline.registry import ActiveRequest
-    from router.policy.decision import Decision
-    from tests.unit.upstream_stack import UpstreamStack
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -14,16 +15,12 @@ from redis.asyncio import Redis
 from router.aio import end_tasks
 from router.pipeline.shared_load import EVERY_S, ROUTERS, SharedLoad
 from router.redis_link import UNAVAILABLE
+from tests.conftest import RedisServer
 from tiers.breaker import Breaker, BreakerOptions, BreakerState
 from tiers.fleet import Fleet
 from tiers.replica import FOREIGN_POLLS, NO_PEERS, PeerLoad, Replica, Share
 from tiers.snapshot import Gauges
 from tiers.spec import ReplicaStatus, TierName, TierSpec
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from tests.conftest import RedisServer
 
 pytestmark = pytest.mark.anyio
 FAST = TierName.FAST

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from router.auth.api_keys import add_key
@@ -16,11 +18,6 @@ from tiers.fleet import Fleet
 from tiers.replica import FleetOptions, Replica
 from tiers.snapshot import Gauges
 from tiers.spec import ReplicaStatus, TierName, TierSpec
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import httpx
 
 pytestmark = pytest.mark.anyio
 FAST = TierName.FAST

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +17,6 @@ from tests.unit.measuring_router import QUICK, TASKS, engines, measuring_router
 from tests.unit.own_engines import until
 from tests.unit.own_router import QARR
 from tiers.spec import STANDARD_TIERS, ReplicaStatus
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.anyio

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +16,6 @@ from tests.ports import reserved_ports
 from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 FAST = TierName.FAST

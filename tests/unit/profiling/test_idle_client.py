@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,9 +19,6 @@ from tests.unit.own_engines import until
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED = TierName.FAST, TierName.BALANCED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -18,9 +18,6 @@ from tiers.fleet import Fleet
 from tiers.least_squares import least_squares
 from tiers.spec import STANDARD_TIERS, TierName, TierSpec
 from tiers.speed import IDLE, Load, SpeedModel
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 TRUE = SpeedModel(30, 2.0, 25, 6, ttft_steps=1.5)

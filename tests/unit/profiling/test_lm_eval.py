@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,6 @@ from router.policy.profiles import ProfileError
 from router.profiling.client import FleetState
 from router.profiling.lm_eval import CLASSES, Imported, Known, Sample, import_runs, read_classes
 from tiers.spec import STANDARD_TIERS, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LOGS = Path(__file__).with_name("lm_eval_logs")
 FAST, BALANCED, PRECISE = STANDARD_TIERS

@@ -6,8 +6,9 @@ import asyncio
 import math
 import time
 from collections import Counter
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,6 @@ from router.profiling.client import Client, FleetState, MeasuredTier, Timed
 from router.profiling.measure_latency import BATCHES, LENGTHS, LatencyPlan, measure_latency
 from tiers.spec import STANDARD_TIERS, TierName
 from tiers.speed import Load, SpeedModel
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS

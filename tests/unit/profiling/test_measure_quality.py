@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from classifier import PromptClass
-from router.policy.profiles import ProfileError
+from router.policy.profiles import ProfileError, QualityProfile
 from router.profiling.client import RouterClient
 from router.profiling.measure_quality import Plan, measure
 from router.profiling.tasks import Task
 from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from router.policy.profiles import QualityProfile
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 PARIS = {"type": "contains", "all": ["Paris"]}  # what fakes answer

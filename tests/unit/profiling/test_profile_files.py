@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -18,9 +18,6 @@ from router.policy.profiles import (
 )
 from router.profiling.profile_files import keep_latency, keep_quality, only_one
 from tiers.spec import STANDARD_TIERS, TierName
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 SERVED: dict[TierName, str | None] = {FAST: "a", BALANCED: "b", PRECISE: None}

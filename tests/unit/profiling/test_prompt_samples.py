@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import stat
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from classifier import PromptClass, PromptFeatures
 from router.profiling.prompt_samples import MAX_PROMPTS, PromptSamples
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FEATURES = PromptFeatures(2, 1, 1, True, False, False, None, PromptClass.CODE, 0.9, ())
 

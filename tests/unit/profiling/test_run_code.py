@@ -7,15 +7,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
 
 from router.profiling.run_code import code_of, passes, run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DENIED = "try:\n    {}\nexcept (OSError, RuntimeError):\n    pass\nelse:\n    raise AssertionError"
 SOLVED = "def f(x):\n    return 2 * x\n"

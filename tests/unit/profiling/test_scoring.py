@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,13 +16,8 @@ from classifier.kinds import Complexity
 from router.policy.profiles import TOP_K, Diagnosis, profile_name
 from router.profiling.scoring import Judged, Scores, answer_body, compare, count, kl_divergence, score
 from tests.unit.policy.made_profiles import counted, quality
-from tests.unit.router_stack import router_stack
+from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import TierName
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.unit.router_stack import Stack
 
 FAST, PRECISE = TierName.FAST, TierName.PRECISE
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -29,9 +29,6 @@ from tests.unit.records import decision
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS

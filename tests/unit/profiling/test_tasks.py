@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from classifier import Complexity, PromptClass
 from router.policy.profiles import ProfileError
 from router.profiling.tasks import TASKS, read_tasks
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TASK: dict[str, Any] = {"prompt": "Write a poem\u2028", "max_tokens": 8, "check": {"type": "exact", "values": ["x"]}}
 

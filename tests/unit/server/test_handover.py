@@ -9,10 +9,11 @@ import signal
 import socket
 import stat
 import sys
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
@@ -28,9 +29,6 @@ from tests.fakes.engine import ANSWER, Behaviour, FakeEngine, serving_all
 from tests.ports import reserved_ports
 from tests.unit.own_engines import until
 from tests.unit.router_stack import events
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 pytestmark = pytest.mark.anyio
 QARR = Path(sys.executable).with_name("qarr")

@@ -7,23 +7,19 @@ import json
 import socket
 import urllib.error
 import urllib.request
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from router.auth.api_keys import add_key
 from tests.unit.own_engines import until
-from tests.unit.router_stack import events, router_stack
+from tests.unit.router_stack import Stack, events, router_stack
 from tiers.spec import TierName
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from tests.unit.router_stack import Stack
 
 pytestmark = pytest.mark.anyio
 SHORT = {"header_timeout_s": 0.3, "body_timeout_s": 0.3, "write_timeout_s": 0.5}

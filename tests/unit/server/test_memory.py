@@ -7,7 +7,7 @@ import gc
 import subprocess
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +16,6 @@ from router.api.generate import GenerateBody, allowed_values
 from router.section import PROJECT
 from tests.fakes.engine import Behaviour
 from tests.unit.router_stack import Stack, router_stack
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # One block in ten stays, all over the heap, so that the heap's end cannot move down.
 SCRIPT = """

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -11,9 +12,6 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from router.aio import Signal
 from router.lifecycle import ServerPhase, ServerState
 from router.server.responder import CLIENT_GONE, HOLD, OUT, Responder
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
 pytestmark = pytest.mark.anyio
 START, BODY = "http.response.start", "http.response.body"

@@ -7,9 +7,11 @@ import re
 import socket
 import ssl
 import subprocess
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,17 +21,10 @@ from router.section import SettingsError
 from router.server.settings import TlsSettings
 from router.server.tls import TlsError, load_pair
 from router.settings import load_settings
-from tests.unit.certificates import Authority
+from tests.unit.certificates import Authority, Files
 from tests.unit.own_engines import until
-from tests.unit.own_router import QARR, own_router
+from tests.unit.own_router import QARR, OwnRouter, own_router
 from tests.unit.router_stack import events
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from tests.unit.certificates import Files
-    from tests.unit.own_router import OwnRouter
 
 pytestmark = pytest.mark.anyio
 

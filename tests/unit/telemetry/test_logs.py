@@ -8,9 +8,11 @@ import logging
 import shutil
 import signal
 import subprocess
+from collections.abc import Coroutine
 from contextvars import Context
+from pathlib import Path
 from queue import Queue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -19,10 +21,6 @@ from router.line_file import PrivateFile
 from router.telemetry.logs import JsonFormatter, TextFormatter, _Queued, begin_request
 from tests.unit.own_engines import until
 from tests.unit.own_router import QARR, own_router
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
-    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -16,15 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from router.telemetry.tracing import Telemetry, make_telemetry
 from tests.unit.own_engines import until
-from tests.unit.router_stack import router_stack
+from tests.unit.router_stack import Stack, router_stack
 from tiers.spec import TierName
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import httpx
-
-    from tests.unit.router_stack import Stack
 
 pytestmark = pytest.mark.anyio
 SECRET = "Hello, how are you today, my treasure?"

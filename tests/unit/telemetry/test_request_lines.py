@@ -6,23 +6,19 @@ import json
 import logging
 import os
 import threading
+from collections.abc import Iterator
 from contextvars import Context
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from router.telemetry.logs import Logging, begin_request, log, log_failure, request_line
 from router.telemetry.logs import log_request as write_line
-from router.telemetry.record import Outcome, render_summary
+from router.telemetry.record import Outcome, RequestRecord, render_summary
 from router.telemetry.settings import TelemetrySettings
 from tests.unit.own_router import own_router
 from tests.unit.records import decision, record
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from router.telemetry.record import RequestRecord
 
 GOOD = record(request_id="good-1", trace_id="7e" * 16, sla_met=True, checkpoint="c0ffee", key_id="k1")
 BAD = record(request_id="bad-1", decision=decision(None), outcome=Outcome.REFUSED, error="too_long", tier=None)

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased
+from opentelemetry.trace import Span
 
 from classifier import PromptClass
 from router.policy.decide import decide
 from router.policy.decision import Sla
-from router.telemetry.record import Hop, Journey, Outcome
+from router.telemetry.record import Hop, Journey, Outcome, RequestRecord
 from router.telemetry.settings import TelemetrySettings
 from router.telemetry.tracing import ANSWERED, Telemetry, end_span, engine_target, make_telemetry, server_span
 from tests.unit.policy.test_decide import MEASURED, SCARCE, TABLE, fleet, query
 from tests.unit.records import record
 from tiers.spec import STANDARD_TIERS, OtlpTarget, ReplicaStatus
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.trace import Span
-
-    from router.telemetry.record import RequestRecord
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 ENDPOINT, PROTOCOL = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOCOL"

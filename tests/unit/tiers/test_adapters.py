@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from tests.unit.router_stack import router_stack
+from tests.unit.router_stack import Stack, router_stack
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.unit.router_stack import Stack
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -10,12 +10,9 @@ from tiers.choice import Request, candidate
 from tiers.fleet import Fleet, Lease
 from tiers.prefix_memory import BLOCK_BYTES, Part, Prefix
 from tiers.replica import Replica
-from tiers.snapshot import Gauges
+from tiers.snapshot import Gauges, ReplicaState
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import SpeedModel
-
-if TYPE_CHECKING:
-    from tiers.snapshot import ReplicaState
 
 FAST = TierName.FAST
 SPEED = SpeedModel(20.0, 1.0, 10.0, 1.0, profiled=True)

@@ -7,9 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
@@ -21,9 +22,6 @@ from tiers.plan import machine_name
 from tiers.probe import EngineProbe
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import SpeedModel
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 QARR = Path(sys.executable).with_name("qarr")
 SPEC = TierSpec(TierName.FAST, 2048, 16, 32, digest="d")

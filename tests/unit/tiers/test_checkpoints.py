@@ -8,7 +8,8 @@ import struct
 import threading
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,9 +31,6 @@ from tiers.checkpoints.prepare import DEFAULT_CALIBRATION, PrepareOptions, check
 from tiers.checkpoints.quantize import evenly
 from tiers.errors import CheckpointError, TokenizerMismatchError
 from tiers.spec import STANDARD_TIERS, Precision
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 LLAMA_8B = {

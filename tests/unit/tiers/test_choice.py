@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,9 +12,6 @@ from tiers.choice import HOME_SHARE, Request, choose
 from tiers.snapshot import ReplicaState, TierSnapshot, Trends
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import Load, SpeedModel, Trend
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SPEED = SpeedModel(20.0, 1.0, 10.0, 1.0, profiled=True)
 REQUEST = Request(1000, 100)

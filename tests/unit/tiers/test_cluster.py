@@ -10,9 +10,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -26,9 +27,6 @@ from tiers.cluster.job import (
 )
 from tiers.cluster.runner import RayEngines, RayOptions
 from tiers.errors import EngineError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ROOT = Path(__file__).resolve().parents[3]
 IDS = ("ray-fast-0", "ray-precise-0")

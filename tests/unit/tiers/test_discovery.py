@@ -7,7 +7,8 @@ import json
 import logging
 import os
 import socket
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,12 +18,8 @@ from tests.unit.own_engines import until
 from tests.unit.tiers.test_roster import ids, watched
 from tiers.errors import DiscoveryError
 from tiers.lifecycle.discovery import MOST_BYTES, DiscoveryOptions, at_address, parse_file, read_file, resolve
+from tiers.lifecycle.supervisor import Supervisor
 from tiers.spec import ReplicaStatus, TierName
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tiers.lifecycle.supervisor import Supervisor
 
 pytestmark = pytest.mark.anyio
 FAST, PRECISE = TierName.FAST, TierName.PRECISE

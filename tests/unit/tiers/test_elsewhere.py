@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,18 +16,13 @@ from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.unit.own_engines import until
 from tiers.fleet import Fleet
 from tiers.lifecycle.canary import Canary, read_golden
+from tiers.lifecycle.operations import Kind, Operation
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
 from tiers.lifecycle.watchdog import WatchdogOptions, Wear
+from tiers.replica import Replica
 from tiers.snapshot import Trends
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import SpeedModel
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from tiers.lifecycle.operations import Kind, Operation
-    from tiers.replica import Replica
 
 pytestmark = pytest.mark.anyio
 FAST = TierName.FAST

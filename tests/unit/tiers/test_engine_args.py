@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import stat
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tiers.errors import EngineError
 from tiers.lifecycle.engine_args import OWN, check_engine_args, check_own
 from tiers.spec import STANDARD_TIERS
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 SERVER = """

@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from tiers.lifecycle.command import ENGINE_MAIN
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_only_the_main_process_runs_the_server(tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,9 +19,6 @@ from tiers.replica import FOREIGN_POLLS, PeerLoad, Replica, Share
 from tiers.snapshot import FleetLoad, Gauges, KvCache, ReplicaState, load_of
 from tiers.spec import ReplicaStatus, TemplateTokens, TierName, TierSpec
 from tiers.speed import ALWAYS_MS, HALF_LIFE_S, PREFILL_MEMORY_MS, AnswerSample, Load, SpeedModel, Trend
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 FAST = TierName.FAST
 

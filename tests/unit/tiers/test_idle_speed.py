@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 import httpx
 import pytest
@@ -18,9 +18,6 @@ from tiers.probe import EngineProbe
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierSpec
 from tiers.speed import SpeedModel
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 pytestmark = pytest.mark.anyio
 FAST, _, PRECISE = STANDARD_TIERS

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 
 from tests.fakes.engine import Behaviour
@@ -18,11 +19,6 @@ from tiers.live_speed import ENOUGH, LiveSpeed, learn
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 from tiers.speed import AnswerSample, Load, SpeedModel
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import httpx
 
 TRUE = SpeedModel(40, 1.5, 20, 4, ttft_steps=1.5, contention=0.5)
 SEQS = 16

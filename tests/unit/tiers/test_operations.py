@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
@@ -24,13 +24,10 @@ from tests.unit.router_stack import router_stack
 from tiers.errors import NotPossibleError, UnknownReplicaError
 from tiers.fleet import Fleet
 from tiers.lifecycle.engine import Engine
-from tiers.lifecycle.operations import KEPT, Operation, OperationOptions, Operations
+from tiers.lifecycle.operations import KEPT, Kind, Operation, OperationOptions, Operations
 from tiers.lifecycle.watchdog import WatchdogOptions
 from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierName, TierSpec
-
-if TYPE_CHECKING:
-    from tiers.lifecycle.operations import Kind
 
 pytestmark = pytest.mark.anyio
 READY, DRAINING, STARTING = ReplicaStatus.READY, ReplicaStatus.DRAINING, ReplicaStatus.STARTING

@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tiers.checkpoints.parsers import parser_args
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # What the published templates of these families say of calls and of reasoning.
 FAMILIES = {

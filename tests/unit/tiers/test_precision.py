@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.unit.made_configs import AWQ_RECIPE, CONFIGS, compressed, model_folder, tier_folder
 from tiers.checkpoints.precision import MAX_BYTES, checkpoint_precision, root_precision, told_precision
 from tiers.spec import PRECISIONS, STANDARD_TIERS, UNKNOWN, TierName
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 BF16 = CONFIGS[TierName.PRECISE]
 

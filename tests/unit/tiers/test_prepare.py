@@ -7,12 +7,14 @@ import shlex
 import sys
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.fakes import quantizer as fake
 from tests.unit.tiers.test_checkpoints import model
+from tiers.checkpoints.checkpoint import Checkpoint
 from tiers.checkpoints.prepare import (
     DEFAULT_GGUF,
     DEFAULT_GGUF_SHA256,
@@ -25,11 +27,6 @@ from tiers.checkpoints.prepare import (
 )
 from tiers.errors import CheckpointError
 from tiers.spec import STANDARD_TIERS
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tiers.checkpoints.checkpoint import Checkpoint
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 

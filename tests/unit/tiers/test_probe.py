@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import httpx
 import pytest
@@ -13,9 +14,6 @@ from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tiers.errors import ProbeError, RefusedError
 from tiers.probe import CHAT, COMPLETIONS, Counters, EngineProbe
 from tiers.snapshot import Gauges
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
 
 pytestmark = pytest.mark.anyio
 MODELS, TOKENIZE, METRICS = "/v1/models", "/tokenize", "/metrics"

@@ -9,7 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
@@ -17,9 +17,6 @@ import pytest
 from tests.unit.own_engines import until
 from tiers.errors import EngineDiedError, PortInUseError
 from tiers.lifecycle.process import GUARD, EngineProcess, check_port_free
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 SLEEPER = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); time.sleep(600)"

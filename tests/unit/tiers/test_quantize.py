@@ -5,14 +5,12 @@ from __future__ import annotations
 import io
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tiers.checkpoints.quantize import COMMANDS, Reporter, _Layers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @pytest.fixture

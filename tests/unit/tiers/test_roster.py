@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,17 +17,11 @@ from tiers.errors import NotPossibleError
 from tiers.fleet import Fleet
 from tiers.lifecycle.canary import Canary, read_golden
 from tiers.lifecycle.discovery import DiscoveryOptions
-from tiers.lifecycle.operations import OperationOptions
+from tiers.lifecycle.operations import Operation, OperationOptions
 from tiers.lifecycle.roster import Source, all_wanted
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
+from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierName, TierSpec
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
-
-    from tiers.lifecycle.operations import Operation
-    from tiers.replica import Replica
 
 pytestmark = pytest.mark.anyio
 FAST, PRECISE = TierName.FAST, TierName.PRECISE

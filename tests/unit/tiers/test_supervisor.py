@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,14 +14,9 @@ from tests.unit.own_engines import own_engines, until
 from tiers.fleet import Fleet
 from tiers.lifecycle import supervisor
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
+from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import SpeedModel
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
-
-    from tiers.replica import Replica
 
 pytestmark = pytest.mark.anyio
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +14,6 @@ from tiers.lifecycle.watchdog import WatchdogOptions
 from tiers.replica import Replica
 from tiers.spec import Placement, ReplicaStatus, TierName, TierSpec
 from tiers.throttling import GPU_REASONS, CpuReading, gpu_reasons, read_cpu, read_gpus
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LISTED = """0, Not Active, Not Active, Not Active
 1, Active, Active, Not Active

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
@@ -13,9 +14,6 @@ from tiers.errors import ProbeError, WarmupFailedError
 from tiers.lifecycle.warmup import WarmupPlan, check_answer, measure_speed, tokens_digest, warm_up
 from tiers.probe import EngineProbe, Generation
 from tiers.spec import TemplateTokens
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
 
 pytestmark = pytest.mark.anyio
 

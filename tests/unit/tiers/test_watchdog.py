@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,9 +20,6 @@ from tiers.replica import Replica
 from tiers.snapshot import Trends
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import SpeedModel, Trend
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 READY, STARTING, FAILED = ReplicaStatus.READY, ReplicaStatus.STARTING, ReplicaStatus.FAILED
 SPEC = TierSpec(TierName.FAST, 2048, 16, 8)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,13 +18,8 @@ from tests.unit.tiers.test_probe import GAUGES
 from tiers.fleet import Fleet
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
 from tiers.lifecycle.watchdog import WatchdogOptions
+from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierName, TierSpec
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from tiers.replica import Replica
 
 pytestmark = pytest.mark.anyio
 READY, FAILED, UNREACHABLE, STARTING = (

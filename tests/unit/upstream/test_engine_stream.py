@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -15,17 +15,13 @@ from pydantic_core import to_json
 
 from router.telemetry.tracing import Telemetry
 from router.upstream.engine_request import EngineRequest
-from router.upstream.engine_stream import BufferedAnswer, EngineStream, continued_on
+from router.upstream.engine_stream import BufferedAnswer, Drain, EngineStream, Feed, continued_on
 from router.upstream.errors import EngineBrokeError, EngineRefusedError, EngineStalledError, NoEngineAnsweredError
 from router.upstream.json_object import JsonObject
 from router.upstream.sse import Chunk
 from tests.fakes.engine import FINGERPRINT, PIECE, Behaviour
-from tests.unit.upstream_stack import HI, text_of, until, upstream_stack
+from tests.unit.upstream_stack import HI, UpstreamStack, text_of, until, upstream_stack
 from tiers.spec import STANDARD_TIERS
-
-if TYPE_CHECKING:
-    from router.upstream.engine_stream import Drain, Feed
-    from tests.unit.upstream_stack import UpstreamStack
 
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
-from router.upstream.transport import Body
+from router.upstream.transport import Body, Connection
 from tests.unit.upstream.test_transport import connection_with_request
-
-if TYPE_CHECKING:
-    from router.upstream.transport import Connection
 
 pytestmark = pytest.mark.anyio
 SHORT_S, LONG_S = 0.02, 60.0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import httpx
 import pytest
@@ -16,17 +16,11 @@ from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import Attempt, EngineStream, OverflowHold, OverflowServer
 from router.upstream.errors import EngineBrokeError, EngineStalledError
 from router.upstream.progress import Progress, Resumption
-from router.upstream.sse import parse_event
-from router.upstream.transport import Body
+from router.upstream.sse import Chunk, parse_event
+from router.upstream.transport import Body, Connection
 from tests.unit.own_engines import until
 from tests.unit.upstream.test_transport import connection_with_request
 from tiers.spec import TierName, TierSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from router.upstream.sse import Chunk
-    from router.upstream.transport import Connection
 
 pytestmark = pytest.mark.anyio
 ASKED = EngineRequest(document={"messages": [], "max_tokens": 9}, request_id="r1", resumption=Resumption(9, {}, 0))
