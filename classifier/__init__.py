@@ -1,7 +1,8 @@
 """Prompts in, features out. Knows nothing of HTTP, of tiers, or of telemetry."""
 
 from classifier.errors import ClassifierError, TokenizerError, WeightsError
-from classifier.features import EstimatingCounter, PromptFeatures, TokenCounter, explain, extract
+from classifier.explanation import explain
+from classifier.features import EstimatingCounter, PromptFeatures, TokenCounter, extract
 from classifier.kinds import Complexity, PromptClass
 from classifier.second_look import SecondLook, load_second_look
 from classifier.tokens import ModelTokenCounter

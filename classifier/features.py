@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING
 
 from classifier.kinds import JUDGED, Complexity, PromptClass
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from classifier.model import Model
+from classifier.model import shipped_model
 
 CHARS_PER_TOKEN = 3.0  # English prose has 4 to 5, code fewer: the estimate errs on the long side
 PIECE_CHARS = 50_000  # of a text that is counted at once
 LONG_TOKENS = 1500
-MIN_PROBABILITY = 0.4  # of the likeliest class, below which no class is named
 _EVEN = 0.5
 DOUBT = 0.2  # distance of the probability of code from even, below which a second look may change the answer
 _WIDE = re.compile("[\u2e80-\U0010ffff]")  # from here on scripts without spaces, about a token a character
@@ -38,8 +32,7 @@ class PromptFeatures:
         asks_for_code: A good answer is mainly code.
         language: Programming language held or asked for, lower case; None where there is none, it is left open or rare.
         prompt_class: The kind of work.
-        confidence: Probability that ``prompt_class`` is right, 0..1; of ``unknown``, that the likeliest class would have
-            been wrong.
+        confidence: Probability that ``prompt_class`` is right, 0..1; of ``unknown``, that nothing can be said.
         signals: Names of certain marks of code, or the length by which a prompt is long, for people.
         complexity: How much work is asked for; None where it has not been judged.
         doubtful: Whether it may have code and may not, so that a second look is worth its time.
@@ -109,7 +102,7 @@ def extract(text: str, counter: TokenCounter, context_tokens: int = 0, second: S
     known = bool(context_tokens) and len(text) > PIECE_CHARS
     tokens = min(int(len(text) // CHARS_PER_TOKEN), context_tokens) if known else counter.count(text)
     length = max(tokens, context_tokens)
-    found = _model().predict(text, second)
+    found = shipped_model().predict(text, second)
     has_code, signals = found.has_code >= _EVEN, (*found.marks, "second look") if second else found.marks
     if has_code:
         prompt_class, confidence = PromptClass.CODE, found.has_code
@@ -119,8 +112,6 @@ def extract(text: str, counter: TokenCounter, context_tokens: int = 0, second: S
     else:
         likeliest = max(found.classes)
         prompt_class, confidence = JUDGED[found.classes.index(likeliest)], likeliest * (1 - found.has_code)
-        if prompt_class is not PromptClass.UNKNOWN and confidence < MIN_PROBABILITY:
-            prompt_class, confidence = PromptClass.UNKNOWN, 1 - confidence
     complexity = Complexity.MODERATE if found.beyond_trivial >= _EVEN else Complexity.TRIVIAL
     words = f" {text}".encode().translate(_WHITE_OR_NOT).count(b" x") if text.isascii() else len(text.split())
     return PromptFeatures(
@@ -138,18 +129,3 @@ def extract(text: str, counter: TokenCounter, context_tokens: int = 0, second: S
         complexity=Complexity.COMPLEX if found.complex >= _EVEN else complexity,
         doubtful=not second and abs(found.has_code - _EVEN) < DOUBT,
     )
-
-
-def explain(text: str, most: int = 5) -> dict[str, list[tuple[str, float]]]:
-    """Return what weighed most in a prompt, for people: see ``classifier.explanation``."""
-    from classifier.explanation import explain as told  # noqa: PLC0415
-
-    return told(text, most)
-
-
-@cache
-def _model() -> Model:
-    """Return the shipped model. NumPy is imported here, not where features are only passed on."""
-    from classifier.model import shipped_model  # noqa: PLC0415
-
-    return shipped_model()

@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from classifier.errors import WeightsError
@@ -36,6 +35,8 @@ class SecondLook:
 
     def read(self, text: str) -> Sequence[float]:
         """Return what it adds to the log-odds of each of ``OUTPUTS``. ``text``: any string."""
+        import numpy as np  # noqa: PLC0415  onnxruntime brings it
+
         ids = np.array([self._tokenizer.encode(excerpt(text)).ids], np.int64)
         odds = self._session.run(None, {"input_ids": ids, "attention_mask": np.ones_like(ids)})[0][0]
         found: list[float] = (WEIGHT * odds).tolist()
