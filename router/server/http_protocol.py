@@ -13,6 +13,7 @@ import resource
 import socket
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import httptools
@@ -190,7 +191,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._fault is not None:
             raise self._fault
         super().on_headers_complete()
-        self.cycle.transport = cast("asyncio.Transport", _Exit(self.transport, self._end))
+        # The transport as a request sees it: the protocol decides how the connection closes.
+        out = SimpleNamespace(write=self.transport.write, is_closing=self.transport.is_closing, close=self._end)
+        self.cycle.transport = cast("asyncio.Transport", out)
         self.cycle.message_event = cast("asyncio.Event", Signal())
         if self.parser.should_upgrade():
             self.cycle.keep_alive = False  # CONNECT: nothing after it could be read
@@ -354,14 +357,3 @@ class _Line(list[Any]):
     def appendleft(self, item: Any) -> None:
         """Add a request; ``pop`` takes the oldest."""
         self.insert(0, item)
-
-
-class _Exit:
-    """The transport as a request sees it: the protocol decides how the connection closes."""
-
-    __slots__ = ("close", "is_closing", "write")
-
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write: Callable[[Any], None] = transport.write
-        self.is_closing: Callable[[], bool] = transport.is_closing
-        self.close = close
