@@ -185,7 +185,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         elif not self._names_one_host():
             self._fault = NotHttpError("a request needs one Host header, and not more than one (RFC 9112, section 3.2)")
         elif self._crowded:
-            self._fault = TooManyConnectionsError(bounds.max_connections)
+            there = f"{bounds.max_connections} connections are open already"
+            self._fault = TooManyConnectionsError(f"{there}: try again later, or keep connections and use them again")
         elif len(self.pipeline) >= PIPELINED:
             self._fault = NotHttpError(f"more than {PIPELINED} requests wait on one connection")
         if self._fault is not None:
