@@ -12,14 +12,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.api.asgi import (
-    apart,
-    body_message,
-    cancel_on_disconnect,
-    context_of,
-    read_body,
-    start_message,
-)
+from router.api.asgi import apart, body_message, cancel_on_disconnect, context_of, read_body, start_message
 from router.api.bodies import Rules
 from router.api.paths import error_form
 from router.api.problems import describe

@@ -42,7 +42,7 @@ from router.pipeline.registry import ActiveRequest
 from router.pipeline.request import Call, PromptText, RequestContext, chat_part, class_priority, session_of
 from router.policy.render import render_decision
 from router.upstream.engine_request import EngineRequest
-from router.upstream.engine_stream import EngineStream, continued_on
+from router.upstream.engine_stream import EngineStream
 from router.upstream.progress import Resumption
 from router.upstream.sse import SEPARATOR, Chunk
 
@@ -295,7 +295,7 @@ def closing(answer: EngineStream) -> dict[str, Any]:
         "finish_reason": answer.finish_reason,
         "tier": None if outside else answer.tier,
         **({"overflow": answer.overflow} if outside else {}),
-        "continued_on": continued_on(answer),
+        "continued_on": [part.tier for part in answer.parts],
         "ttft_ms": round(answer.ttft_ms or 0.0, 1),
         "tpot_ms": round(tpot_ms, 2) if tpot_ms is not None else None,
     }

@@ -232,4 +232,5 @@ NAMED_EVENT_ENDPOINTS = [Endpoint(api.path, partial(_parse, api), PassedEvents, 
 
 async def stored_response(request: Request) -> None:
     """Tell whoever asks for a response by its id that there is none."""
-    raise NotStoredError(request.path_params["id"])
+    name = request.path_params["id"][:100]
+    raise NotStoredError(f"responses are not stored here, so {name!r} cannot be read: keep the answer itself")

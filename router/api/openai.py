@@ -35,13 +35,7 @@ from router.pipeline.request import (
     priority_within,
     session_of,
 )
-from router.upstream.engine_request import (
-    DEFAULT_COMPLETION,
-    EngineRequest,
-    messages_in,
-    resumption_of,
-    token_limit,
-)
+from router.upstream.engine_request import DEFAULT_COMPLETION, EngineRequest, messages_in, resumption_of, token_limit
 from router.upstream.json_object import JsonObject, as_boolean, as_integer
 
 # Header → member of the ``qarr`` object; numbers are written as such.

@@ -17,7 +17,7 @@ from router.api.paths import CHAT, ErrorForm
 from router.api.problems import describe
 from router.pipeline.registry import ActiveRequest
 from router.pipeline.request import Call
-from router.upstream.engine_stream import EngineStream, continued_on
+from router.upstream.engine_stream import EngineStream
 from router.upstream.json_object import read_json
 from router.upstream.sse import DONE, SEPARATOR, Chunk
 
@@ -47,13 +47,17 @@ class RelayedEvents:
     def end(self) -> list[bytes]:
         """Return the end; of an answer that was continued, with a comment that says so, which clients skip."""
         events = []
-        if self._answer.parts:
-            events.append(b": continued on " + " ".join(continued_on(self._answer)).encode())
+        continued = [part.tier for part in self._answer.parts]
+        if continued:
+            events.append(b": continued on " + " ".join(continued).encode())
         if self._answer.failed_over and self._wants_usage and not self._usage_sent and self._answer.usage:
             events.append(b"data: " + to_json({**self._template(), "choices": [], "usage": self._answer.usage}))
         if self._report is not None:
             kind = "chat.completion.chunk" if self._chat else "text_completion"
-            report = {**self._report, **({"continued_on": continued_on(self._answer)} if self._answer.parts else {})}
+            report = {
+                **self._report,
+                **({"continued_on": [part.tier for part in self._answer.parts]} if self._answer.parts else {}),
+            }
             empty = {"id": "", "object": kind, "created": 0, "model": "", "choices": []}
             events.append(b"data: " + to_json({**empty, "qarr": report}))
         return [event + SEPARATOR for event in [*events, DONE]]

@@ -66,9 +66,6 @@ class NoEmbeddingsError(Exception):
 class NotStoredError(Exception):
     """A response is asked for by its id."""
 
-    def __init__(self, response: str) -> None:
-        super().__init__(f"responses are not stored here, so {response[:100]!r} cannot be read: keep the answer itself")
-
 
 class NotAdminError(Exception):
     """The caller may not operate on replicas."""

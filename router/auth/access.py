@@ -6,18 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from datetime import UTC
 from pathlib import Path
 
-from router.auth.api_keys import (
-    ANONYMOUS,
-    Caller,
-    KeyExpiredError,
-    KeysError,
-    TeamRecord,
-    UnauthorizedError,
-    hash_key,
-    read_key_file,
-)
+from router.auth.api_keys import ANONYMOUS, Caller, KeysError, TeamRecord, UnauthorizedError, hash_key, read_key_file
 from router.auth.tokens import MOST_TOKEN_CHARS, Tokens
 from router.settings import Settings
 
@@ -80,7 +72,8 @@ class KeyStore:
         if caller is None:
             raise UnauthorizedError("the key is not known here, or was revoked")
         if caller.expires is not None and time.time() >= caller.expires.timestamp():
-            raise KeyExpiredError(caller.expires)
+            ended = caller.expires.astimezone(UTC)
+            raise UnauthorizedError(f"the key expired at {ended:%Y-%m-%dT%H:%M:%SZ}: ask for a new one")
         return caller
 
     def holds(self, caller: Caller) -> bool:

@@ -45,13 +45,6 @@ class IssuerUnreachableError(UnknownSignerError):
     """A token cannot be checked, since its issuer's keys cannot be read now."""
 
 
-class KeyExpiredError(UnauthorizedError):
-    """A request's key has expired."""
-
-    def __init__(self, expires: datetime) -> None:
-        super().__init__(f"the key expired at {expires.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}: ask for a new one")
-
-
 class BeyondKeyError(Exception):
     """A request asks for more than its key allows, and the key refuses such requests."""
 

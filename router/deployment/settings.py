@@ -20,17 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from router.section import (
-    PROJECT,
-    AdapterName,
-    EngineAddress,
-    Section,
-    Share,
-    cache_dir,
-    different,
-    header_value,
-    once,
-)
+from router.section import PROJECT, AdapterName, EngineAddress, Section, Share, cache_dir, different, header_value, once
 from tiers.address import normalised, wrong_with
 from tiers.checkpoints.prepare import CALIBRATION_SAMPLES, DEFAULT_CALIBRATION, DEFAULT_MODEL
 from tiers.lifecycle.engine_args import check_own

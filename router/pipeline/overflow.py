@@ -60,18 +60,16 @@ class Overflow:
             and not decision.query.over_budget
         )
 
-    def divert(self, entered: float) -> Diverted:
-        """Return what is noted of a request that goes to the overflow now; it entered at a time of the monotonic clock."""
-        now = time.monotonic()
-        waited_ms = (now - entered) * 1000
-        return Diverted(self.client.name, waited_ms if waited_ms >= AT_ONCE_MS else 0.0, now)
-
     async def open(
-        self, active: ActiveRequest, decision: Decision, asked: EngineRequest, sent_at: float
+        self, active: ActiveRequest, decision: Decision, asked: EngineRequest, sent_at: float, entered: float
     ) -> EngineAnswer | None:
-        """Return the overflow's answer to a diverted request, once it has begun; None: the refusal stands."""
+        """Return the overflow's answer to a request, once it has begun; None: the refusal stands.
+
+        It was first sent, and ``entered`` the queue, at times of the monotonic clock.
+        """
         assert decision.refusal is not None
-        assert active.diverted is not None
+        waited_ms = ((now := time.monotonic()) - entered) * 1000
+        active.diverted = Diverted(self.client.name, waited_ms if waited_ms >= AT_ONCE_MS else 0.0, now)
         try:
             answer = await self.client.open(asked, decision.query.sequences, sent_at)
         except UpstreamError as error:

@@ -149,8 +149,7 @@ class Pipeline:
         except RequestRefusedError as refused:
             if not self.overflow.takes(refused.decision, call):
                 raise
-            active.diverted = self.overflow.divert(entered)
-            answer = await self.overflow.open(active, refused.decision, asked, sent_at)
+            answer = await self.overflow.open(active, refused.decision, asked, sent_at, entered)
             if answer is None:
                 raise
             return answer

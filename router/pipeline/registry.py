@@ -26,7 +26,7 @@ from router.policy.decision import Decision, Priority, RequestRefusedError, Sla
 from router.telemetry.logs import log as request_lines
 from router.telemetry.logs import log_request
 from router.telemetry.record import Cost, KeptFor, Outcome, RequestRecord, Served, TierUsage, Times, Tokens, error_name
-from router.upstream.engine_stream import EngineAnswer, continued_on
+from router.upstream.engine_stream import EngineAnswer
 from router.upstream.errors import EngineRefusedError, UpstreamError
 from tiers.spec import TierName
 
@@ -160,7 +160,7 @@ class RequestRegistry:
             if answer.overflow is not None:
                 served = served._replace(overflow=answer.overflow)
             else:
-                parts, failed = tuple(continued_on(answer) if answer.parts else ()), answer.failed_attempts
+                parts, failed = tuple([part.tier for part in answer.parts]), answer.failed_attempts
                 served = Served(answer.tier, answer.replica_id, spec.precision, spec.checkpoint_id, failed, parts)
         sla_met = None if sla.ttft_ms is None and sla.tpot_ms is None else _met(sla, outcome, ttft_ms, tpot_ms)
         kept_for = KeptFor.SLA_MISS if sla_met is False else KeptFor.RECENT

@@ -28,11 +28,6 @@ class RequestTooSlowError(Exception):
 class TooManyConnectionsError(Exception):
     """More connections than the router takes."""
 
-    def __init__(self, limit: int) -> None:
-        super().__init__(
-            f"{limit} connections are open already: try again later, or keep connections and use them again"
-        )
-
 
 class NotHttpError(Exception):
     """Bytes that are no request."""

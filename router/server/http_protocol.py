@@ -13,6 +13,7 @@ import resource
 import socket
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import httptools
@@ -184,13 +185,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         elif not self._names_one_host():
             self._fault = NotHttpError("a request needs one Host header, and not more than one (RFC 9112, section 3.2)")
         elif self._crowded:
-            self._fault = TooManyConnectionsError(bounds.max_connections)
+            there = f"{bounds.max_connections} connections are open already"
+            self._fault = TooManyConnectionsError(f"{there}: try again later, or keep connections and use them again")
         elif len(self.pipeline) >= PIPELINED:
             self._fault = NotHttpError(f"more than {PIPELINED} requests wait on one connection")
         if self._fault is not None:
             raise self._fault
         super().on_headers_complete()
-        self.cycle.transport = cast("asyncio.Transport", _Exit(self.transport, self._end))
+        # The transport as a request sees it: the protocol decides how the connection closes.
+        out = SimpleNamespace(write=self.transport.write, is_closing=self.transport.is_closing, close=self._end)
+        self.cycle.transport = cast("asyncio.Transport", out)
         self.cycle.message_event = cast("asyncio.Event", Signal())
         if self.parser.should_upgrade():
             self.cycle.keep_alive = False  # CONNECT: nothing after it could be read
@@ -354,14 +358,3 @@ class _Line(list[Any]):
     def appendleft(self, item: Any) -> None:
         """Add a request; ``pop`` takes the oldest."""
         self.insert(0, item)
-
-
-class _Exit:
-    """The transport as a request sees it: the protocol decides how the connection closes."""
-
-    __slots__ = ("close", "is_closing", "write")
-
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write: Callable[[Any], None] = transport.write
-        self.is_closing: Callable[[], bool] = transport.is_closing
-        self.close = close

@@ -29,21 +29,15 @@ def set_aside() -> None:
     gc.set_threshold(*COLLECTED_AT)
 
 
-def hand_back() -> None:
-    """Return free memory to the system, if the C library can; takes longer the more there is."""
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
 async def keep_handing_back() -> None:
-    while _malloc_trim() is not None:
+    while (trim := malloc_trim()) is not None:
         await asyncio.sleep(EVERY_S)
-        await asyncio.to_thread(hand_back)
+        await asyncio.to_thread(trim, 0)  # takes longer the more there is
 
 
 @cache
-def _malloc_trim() -> Callable[[int], int] | None:
+def malloc_trim() -> Callable[[int], int] | None:
+    """Return what hands free memory back to the system, if the C library can."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError):  # not glibc

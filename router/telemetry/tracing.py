@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
@@ -61,14 +61,6 @@ _CARRIERS = (b"traceparent", b"tracestate", b"baggage")
 _PASSED = ContextVar[tuple[tuple[bytes, bytes], ...]]("qarr_passed", default=())
 _TRACE_ID = ContextVar("qarr_trace_id", default=0)  # of the next root span, for which the sampler was asked beforehand
 DEFAULT_ENDPOINTS = {HTTP: "http://localhost:4318", GRPC: "http://localhost:4317"}
-
-
-class Parameters(Protocol):
-    """A request to an engine, as far as its span tells of it."""
-
-    @property
-    def parameters(self) -> Mapping[str, float]:
-        """Return attributes of the span."""
 
 
 class _GivenIds(RandomIdGenerator):
@@ -193,8 +185,8 @@ class Telemetry:
         """Put what became of a live prompt on its check's span; ``same`` None: the answers could not be compared."""
         span.set_attributes({"qarr.regret": regret} | ({} if same is None else {"qarr.same_answer": same}))
 
-    def start(self, hop: Hop, asked: Parameters) -> None:
-        """Note a request to an engine (GenAI semantic conventions), and start its span if the request is traced.
+    def start(self, hop: Hop, parameters: Callable[[], Mapping[str, float]]) -> None:
+        """Note a request to an engine (GenAI semantic conventions), and start its span if it is traced, with ``parameters``.
 
         A server span that has ended counts too: a resumable stream may go on after it.
         """
@@ -204,7 +196,7 @@ class Telemetry:
             hop.headers = passed
             return
         if not isinstance(trace.get_current_span(), trace.NonRecordingSpan):
-            name, attributes = f"{hop.operation} {hop.model}", {**hop_attributes(hop), **asked.parameters}
+            name, attributes = f"{hop.operation} {hop.model}", {**hop_attributes(hop), **parameters()}
             hop.span = self._tracer.start_span(name, kind=trace.SpanKind.CLIENT, attributes=attributes)
         hop.headers = self.context_headers(hop.span)
 

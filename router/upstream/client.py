@@ -241,7 +241,7 @@ class Upstream:
             checkpoint=replica.spec.checkpoint_id or "",
             number=number,
         )
-        self._telemetry.start(hop, request)
+        self._telemetry.start(hop, request.parameters)
         response: httpx.Response | None = None
         started = time.monotonic()
         options = self._options

@@ -57,7 +57,6 @@ class EngineRequest:
     adapter: str | None = None  # the LoRA adapter that answers; None: the model itself
     continued_tokens: int = 0  # of the answer so far, where this goes on with one
 
-    @property
     def parameters(self) -> Mapping[str, float]:
         """Return what is told of the request in traces: numbers only, never text."""
         values = ((name, self.document.get(field)) for field, name in _NUMBERS.items())

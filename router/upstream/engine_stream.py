@@ -326,10 +326,6 @@ class BufferedAnswer(EngineAnswer):
         self.complete = True
 
 
-def continued_on(answer: EngineAnswer) -> list[TierName]:
-    return [part.tier for part in answer.parts]
-
-
 def end_hop(hop: Hop, error: BaseException | None, attributes: dict[str, Any] | None = None) -> None:
     """End a request to an engine, with its error if it had one; not with a refusal's words, which may quote the prompt."""
     hop.ended, hop.result = time.monotonic(), attributes or {}

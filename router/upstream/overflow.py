@@ -226,7 +226,7 @@ class OverflowClient:
         options, times = self._options, self._times
         hold = OverflowHold(self._replica, sequences, self._freed)
         hop = Hop(request.operation, options.model, options.url, time.monotonic(), overflow=self.name)
-        self._telemetry.start(hop, request)
+        self._telemetry.start(hop, request.parameters)
         limit_s = options.first_token_timeout_s if request.streamed else times.answer_timeout_s
         response: httpx.Response | None = None
         started = time.monotonic()

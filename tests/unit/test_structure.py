@@ -22,12 +22,12 @@ FORBIDDEN = {
 }
 LONGEST_FUNCTION = 60
 # They only go down: who adds lines, words or a setting takes others away.
-CEILINGS = {"router": 23_803, "tests": 40_244, "words": 37_142, "settings": 108}
+CEILINGS = {"router": 23_734, "tests": 40_220, "words": 37_142, "settings": 108}
 # Of a streamed request, as scripts/structure.py counts it.
 PATH = {
     "modules a streamed request passes": 36,
-    "own functions a streamed request passes": 209,
-    "calls of own functions in a request of 20 chunks": 474,
+    "own functions a streamed request passes": 206,
+    "calls of own functions in a request of 20 chunks": 472,
     "own functions for each chunk": 10,
     "calls of own functions for each chunk": 10,
     "deepest stack of own functions": 19,

@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING
 
 from classifier import PromptClass
 from classifier.kinds import Complexity
-from router.policy.profiles import (
-    AnswerCount,
-    Fit,
-    FitError,
-    LatencyProfile,
-    QualityProfile,
-    Sample,
-)
+from router.policy.profiles import AnswerCount, Fit, FitError, LatencyProfile, QualityProfile, Sample
 from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:

@@ -15,13 +15,7 @@ from router.profiling import client
 from router.profiling import shadow_evaluation as module
 from router.profiling.idle_client import IdleClient
 from router.profiling.scoring import Scores
-from router.profiling.shadow_evaluation import (
-    ANSWER_TOKENS,
-    KEPT_PROMPTS,
-    WINDOW,
-    Drift,
-    ShadowEvaluation,
-)
+from router.profiling.shadow_evaluation import ANSWER_TOKENS, KEPT_PROMPTS, WINDOW, Drift, ShadowEvaluation
 from router.telemetry.tracing import Telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.unit.own_engines import until

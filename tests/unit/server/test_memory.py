@@ -20,13 +20,13 @@ from tests.unit.router_stack import Stack, router_stack
 # One block in ten stays, all over the heap, so that the heap's end cannot move down.
 SCRIPT = """
 import psutil
-from router.server.memory import hand_back
+from router.server.memory import malloc_trim
 process = psutil.Process()
 before = process.memory_info().rss
 blocks = [bytes(6000) for _ in range(10_000)]
 full = process.memory_info().rss
 blocks[:] = [block for number, block in enumerate(blocks) if number % 10 == 0]
-hand_back()
+malloc_trim()(0)
 print(full - before, process.memory_info().rss - before)
 """
 

@@ -37,10 +37,8 @@ class Untouchable:
         raise AssertionError(f"{name} was computed for a span that records nothing")
 
 
-class Asked:
-    """A request to an engine."""
-
-    parameters: Mapping[str, float] = {"gen_ai.request.temperature": 0.5}
+def asked() -> Mapping[str, float]:
+    return {"gen_ai.request.temperature": 0.5}
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +184,7 @@ def test_engines_are_told_of_a_trace_that_is_not_sampled() -> None:
     made, _, provider = telemetry(sampled=False)
     with request_span(provider) as root:
         hop = attempt(1)
-        made.start(hop, Asked())
+        made.start(hop, asked)
         headers = dict(hop.headers)
     context = root.get_span_context()
     assert not context.trace_flags.sampled
@@ -245,7 +243,7 @@ def test_an_attempt_has_its_own_span_and_engines_continue_it() -> None:
     made, exporter, provider = telemetry()
     with request_span(provider):
         hop = attempt(2)
-        made.start(hop, Asked())
+        made.start(hop, asked)
         span, headers = hop.span, dict(hop.headers)
         assert span is not None
         end_span(hop, span, None)
@@ -266,7 +264,7 @@ def test_an_attempt_after_the_server_span_has_ended_is_still_traced() -> None:
     with request_span(provider) as root:
         root.end()
         hop = attempt(1)
-        made.start(hop, Asked())
+        made.start(hop, asked)
         assert hop.span is not None
         end_span(hop, hop.span, None)
     assert exporter.get_finished_spans()[0].name == "POST"

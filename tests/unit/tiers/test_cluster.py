@@ -20,11 +20,7 @@ import pytest
 
 from tests.ports import reserved_range
 from tiers.cluster.actor import DETACHED, hold_port, is_healthy, node_environment
-from tiers.cluster.job import (
-    Job,
-    WantedReplica,
-    write_json,
-)
+from tiers.cluster.job import Job, WantedReplica, write_json
 from tiers.cluster.runner import RayEngines, RayOptions
 from tiers.errors import EngineError
 

@@ -75,7 +75,7 @@ def test_token_ids_are_asked_for_where_failover_needs_them() -> None:
 def test_what_traces_are_told_are_numbers() -> None:
     """Never text, and nothing that a span attribute cannot hold."""
     asked = relay({**CHAT, "max_tokens": 9, "temperature": "hot", "n": 2, "seed": 1 << 70})
-    assert asked.parameters == {"gen_ai.request.max_tokens": 9, "gen_ai.request.choice.count": 2}
+    assert asked.parameters() == {"gen_ai.request.max_tokens": 9, "gen_ai.request.choice.count": 2}
 
 
 @pytest.mark.parametrize(

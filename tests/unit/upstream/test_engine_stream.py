@@ -15,7 +15,7 @@ from pydantic_core import to_json
 
 from router.telemetry.tracing import Telemetry
 from router.upstream.engine_request import EngineRequest
-from router.upstream.engine_stream import BufferedAnswer, Drain, EngineStream, Feed, continued_on
+from router.upstream.engine_stream import BufferedAnswer, Drain, EngineStream, Feed
 from router.upstream.errors import EngineBrokeError, EngineRefusedError, EngineStalledError, NoEngineAnsweredError
 from router.upstream.json_object import JsonObject
 from router.upstream.sse import Chunk
@@ -133,7 +133,7 @@ async def test_a_broken_answer_goes_on_with_what_others_compute() -> None:
         answer.continuation = rest
         assert await text_of(answer) == "The capital of new end"
         assert (answer.failed_over, answer.complete, answer.finish_reason) == (True, True, "stop")
-        assert (answer.output_tokens, continued_on(answer)) == (5, [])
+        assert (answer.output_tokens, answer.parts) == (5, [])
         await answer.aclose()
         assert stack.held() == 0
 

@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 
 from router.upstream.errors import EngineBrokeError
-from router.upstream.named_events import (
-    read_message,
-    read_message_event,
-    read_response,
-    read_response_event,
-)
+from router.upstream.named_events import read_message, read_message_event, read_response, read_response_event
 from tests.fakes.named_events import event
 
 COUNTS = {"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13}
