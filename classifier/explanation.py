@@ -1,4 +1,4 @@
-"""What weighed most in a prompt: by how much the log-odds fall if a word is left out."""
+"""What weighed most in a prompt: the log-odds of each word alone, since a text counts as the mean of its words."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def explain(text: str, most: int = 5) -> dict[str, list[tuple[str, float]]]:
         WeightsError: The weights that come with the package cannot be read.
     """
     model, words = shipped_model(), parts(text)
-    whole = model.read(words)[0]
-    without = {word: model.read([each for each in words if each != word])[0] for word in dict.fromkeys(words[:WORDS])}
+    whole, nothing = model.read(words)[0], model.read([])[0]
+    alone = {word: model.read([word])[0] for word in dict.fromkeys(words[:WORDS])}
     likeliest = CLASSES + whole[CLASSES:].index(max(whole[CLASSES:]))
     told = {}
     for output in (ASKS, CONTAINS, likeliest, COMPLEX):
-        weights = [(word, round(whole[output] - odds[output], 2)) for word, odds in without.items()]
+        weights = [(word, round(odds[output] - nothing[output], 2)) for word, odds in alone.items()]
         ranked = sorted(weights, key=lambda pair: -abs(pair[1]))[:most]
         name = JUDGED[output - CLASSES].value if output >= CLASSES else OUTPUTS[output]
         told[name] = [pair for pair in ranked if abs(pair[1]) >= LEAST]

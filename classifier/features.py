@@ -14,6 +14,9 @@ CHARS_PER_TOKEN = 3.0  # English prose has 4 to 5, code fewer: the estimate errs
 PIECE_CHARS = 50_000  # of a text that is counted at once
 LONG_TOKENS = 1500
 _EVEN = 0.5
+BEYOND_TRIVIAL = (
+    0.6  # probability from which work is more than trivial: 85 % of trivial prose is found, 10 % of other called it
+)
 DOUBT = 0.2  # distance of the probability of code from even, below which a second look may change the answer
 _WIDE = re.compile("[\u2e80-\U0010ffff]")  # from here on scripts without spaces, about a token a character
 _WHITE_OR_NOT = b"".join(b" " if chr(byte).isspace() else b"x" for byte in range(256))
@@ -112,7 +115,7 @@ def extract(text: str, counter: TokenCounter, context_tokens: int = 0, second: S
     else:
         likeliest = max(found.classes)
         prompt_class, confidence = JUDGED[found.classes.index(likeliest)], likeliest * (1 - found.has_code)
-    complexity = Complexity.MODERATE if found.beyond_trivial >= _EVEN else Complexity.TRIVIAL
+    complexity = Complexity.MODERATE if found.beyond_trivial >= BEYOND_TRIVIAL else Complexity.TRIVIAL
     words = f" {text}".encode().translate(_WHITE_OR_NOT).count(b" x") if text.isascii() else len(text.split())
     return PromptFeatures(
         chars=len(text),

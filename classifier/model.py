@@ -65,6 +65,7 @@ class Model:
     fast: Any  # fastText's own
     slope: tuple[float, ...]  # of each output's log-odds
     shift: tuple[float, ...]
+    least: tuple[float, ...]  # log-odds of an output that fastText does not name
     about: Mapping[str, Any]  # data, code and settings of the training
 
     def predict(self, text: str, second: Sequence[float] = ()) -> Prediction:
@@ -82,20 +83,23 @@ class Model:
         powers = [exp(each - highest) for each in odds[CLASSES:]]
         classes = tuple([power / sum(powers) for power in powers])
         line = f"\n{text[:HEAD_CHARS]}"
-        marks = tuple([name for name, mark in MARKS.items() if mark in line])
+        marks: tuple[str, ...] = ()
+        for name, mark in MARKS.items():
+            if mark in line:
+                marks += (name,)
         return Prediction(has, asks, contains, more, most, classes, language if has >= _EVEN else None, marks)
 
     def read(self, words: Sequence[str]) -> tuple[list[float], str | None]:
         """Return the log-odds of each output for the parts of a text, and the likeliest programming language."""
-        odds, language = [log(LEAST)] * len(OUTPUTS), None
+        odds, language = list(self.least), None
         for probability, label in self.fast.f.predict(" ".join(words) + "\n", -1, LEAST, "strict"):
             number = LABELS.get(label)
             if number is not None:
-                odds[number] = log(probability / max(1 - probability, LEAST))
+                own = log(probability / max(1 - probability, LEAST))
+                odds[number] = self.slope[number] * own + self.shift[number]
             elif language is None:  # the likeliest come first
                 language = label.removeprefix(LANGUAGE)
-        calibrated = zip(odds, self.slope, self.shift, strict=True)
-        return [slope * each + shift for each, slope, shift in calibrated], language
+        return odds, language
 
 
 def parts(text: str) -> list[str]:
@@ -130,9 +134,15 @@ def load_model(file: Path) -> Model:
             raise WeightsError(f"{beside} was not written with {file.name}; run scripts/train_classifier.py")
         if tuple(about["outputs"]) != OUTPUTS:
             raise WeightsError(f"{file} has other outputs than this code's; run scripts/train_classifier.py")
-        return Model(fasttext.load_model(str(file)), tuple(about["slope"]), tuple(about["shift"]), about)
+        return model_of(fasttext.load_model(str(file)), about["slope"], about["shift"], about)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"cannot read the classifier's weights {file}: {error!r}") from error
+
+
+def model_of(fast: Any, slope: Sequence[float], shift: Sequence[float], about: Mapping[str, Any]) -> Model:
+    """Return fastText's model with its calibration."""
+    least = [a * log(LEAST) + b for a, b in zip(slope, shift, strict=True)]
+    return Model(fast, tuple(slope), tuple(shift), tuple(least), about)
 
 
 def digest(file: Path) -> str:

@@ -47,6 +47,7 @@ from classifier.model import (
     WEIGHTS_FILE,
     Model,
     digest,
+    model_of,
     parts,
 )  # fmt: skip
 
@@ -214,7 +215,7 @@ def fit(prompts: Sequence[Prompt], labels: Sequence[Sequence[str]], output: Path
 
 def uncalibrated(model: Any) -> Model:
     """Return a trained model whose log-odds are its own."""
-    return Model(model, (1.0,) * len(OUTPUTS), (0.0,) * len(OUTPUTS), {})
+    return model_of(model, [1.0] * len(OUTPUTS), [0.0] * len(OUTPUTS), {})
 
 
 def group_of(prompt: Prompt, split: str) -> str | None:

@@ -116,6 +116,7 @@ def _for_people(found: dict[str, Any]) -> str:
     why = [
         (output, ", ".join(f"{piece!r} {weight:+.1f}" for piece, weight in pieces))
         for output, pieces in found["why"].items()
+        if pieces
     ]
     rows += [("", ""), ("weighed most", "(log-odds)"), *why]
     return "\n".join(f"{name:15}{told}".rstrip() for name, told in rows)

@@ -76,7 +76,7 @@ def test_hostile_texts_are_read_in_part(unit: str) -> None:
 
 @pytest.mark.parametrize("odds", [1e3, -1e3])
 def test_probabilities_of_extreme_odds(odds: float) -> None:
-    found = replace(shipped_model(), shift=(odds,) * len(OUTPUTS)).predict("hi")
+    found = replace(shipped_model(), least=(odds,) * len(OUTPUTS)).predict("\u2603")
     assert 0 < found.has_code < 1
     assert sum(found.classes) == pytest.approx(1)
 
@@ -113,13 +113,11 @@ def test_any_text_is_explained(text: str) -> None:
 
 
 def test_the_words_that_ask_for_code_weigh_most() -> None:
-    """What is told of a word is what the log-odds lose without it."""
-    told = dict(explain("please write quicksort in rust for my aunt", most=3)["asks"])
-    assert "rust" in told
-    model = shipped_model()
-    lost = model.read(parts("please write quicksort in rust for my aunt"))[0][1]
-    lost -= model.read(parts("please write quicksort in for my aunt"))[0][1]
-    assert told["rust"] == pytest.approx(lost, abs=0.01)
+    """What is told of a word is what it says alone, beyond a text of none."""
+    told, model = explain("please write quicksort in rust for my aunt", most=3)["asks"], shipped_model()
+    assert {"quicksort", "rust"} & {word for word, _ in told}
+    word, weight = told[0]
+    assert weight == pytest.approx(model.read([word])[0][1] - model.read([])[0][1], abs=0.01)
 
 
 def test_shipped_weights_say_where_they_come_from() -> None:
