@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from classifier.kinds import JUDGED
-from classifier.model import ASKS, CLASSES, COMPLEX, CONTAINS, OUTPUTS, parts, shipped_model
+from classifier.model import ASKS, CLASSES, COMPLEX, CONTAINS, OUTPUTS, line_of, shipped_model
 
 LEAST = 0.05  # log-odds: what is less is not told
 WORDS = 200  # of a prompt, that are tried
@@ -22,9 +22,9 @@ def explain(text: str, most: int = 5) -> dict[str, list[tuple[str, float]]]:
     Raises:
         WeightsError: The weights that come with the package cannot be read.
     """
-    model, words = shipped_model(), parts(text)
-    whole, nothing = model.read(words)[0], model.read([])[0]
-    alone = {word: model.read([word])[0] for word in dict.fromkeys(words[:WORDS])}
+    model, line = shipped_model(), line_of(text)
+    whole, nothing = model.read(line)[0], model.read("")[0]
+    alone = {word: model.read(word)[0] for word in dict.fromkeys(line.split(" ")[:WORDS])}
     likeliest = CLASSES + whole[CLASSES:].index(max(whole[CLASSES:]))
     told = {}
     for output in (ASKS, CONTAINS, likeliest, COMPLEX):

@@ -47,8 +47,8 @@ from classifier.model import (
     WEIGHTS_FILE,
     Model,
     digest,
+    line_of,
     model_of,
-    parts,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ REPEATS = 5  # of a written prompt, and of one that says nothing
 ALIKE_TIMES = 2  # as often again: a prompt without code that looks like one with it
 NONSENSE = 1500  # made-up texts that say nothing
 FOLDS = 5  # of batches, domains and languages
-FAST = {"loss": "ova", "dim": 32, "epoch": 6, "lr": 0.15, "wordNgrams": 2, "minn": 3, "maxn": 4, "bucket": 300_000}
-KEPT = 100_000  # words and runs of characters that the file keeps
+FAST = {"loss": "ova", "dim": 16, "epoch": 6, "lr": 0.15, "wordNgrams": 2, "minn": 3, "maxn": 4, "bucket": 300_000}
 SMALLEST = 1e-9  # step of a fit
 LEAST_OF_LANGUAGE = 20  # prompts, for which a programming language is known
 ALIASES = {
@@ -101,7 +100,7 @@ def main() -> None:
         "shift": shift,
         "data_sha256": data,
         "prompts": dict(Counter("written" if written(prompt) else "other" for prompt in prompts)),
-        "fasttext": FAST | {"kept": KEPT},
+        "fasttext": FAST,
         "left_out": {
             name: round(value, 3)
             for name, value in measure(prompts, labels, calibrated(scores, slope, shift), rows).items()
@@ -177,7 +176,7 @@ def label(prompts: Sequence[Prompt]) -> list[list[str]]:
     known = [row for row, prompt in enumerate(prompts) if knows_complexity(prompt)]
     model = fit([prompts[row] for row in known], [labels[row] for row in known])
     for row in set(range(len(prompts))) - set(known):
-        odds = uncalibrated(model).read(parts(prompts[row]["text"]))[0]
+        odds = uncalibrated(model).read(line_of(prompts[row]["text"]))[0]
         labels[row] += [NAMES[output] for output in (BEYOND_TRIVIAL, COMPLEX) if odds[output] >= 0]
     return labels
 
@@ -197,7 +196,7 @@ def fit(prompts: Sequence[Prompt], labels: Sequence[Sequence[str]], output: Path
     """Train, on one thread so that it comes out the same each time; with a file, write it in eight bits."""
     lines = []
     for prompt, mine in zip(prompts, labels, strict=True):
-        line = " ".join([*(mine or ["__label__none"]), *parts(prompt["text"])])
+        line = " ".join([*(mine or ["__label__none"]), line_of(prompt["text"])])
         times = REPEATS if written(prompt) or prompt["class"] == "unknown" else 1
         lines += [line] * times * (ALIKE_TIMES if prompt.get("pair") and NAMES[HAS] not in mine else 1)
     random.Random(0).shuffle(lines)
@@ -206,9 +205,7 @@ def fit(prompts: Sequence[Prompt], labels: Sequence[Sequence[str]], output: Path
         file.write_text("\n".join(lines) + "\n", "utf-8")
         model = fasttext.train_supervised(str(file), thread=1, seed=0, verbose=0, **FAST)
         if output is not None:
-            model.quantize(
-                str(file), qnorm=True, cutoff=KEPT, retrain=True, epoch=2, lr=FAST["lr"], thread=1, verbose=0
-            )
+            model.quantize(qnorm=True, thread=1, verbose=0)
             model.save_model(str(output))
     return model
 
@@ -245,7 +242,7 @@ def leave_out(
         out = set(test)
         kept = [row for row in range(len(prompts)) if row not in out]
         model = uncalibrated(fit([prompts[row] for row in kept], [labels[row] for row in kept]))
-        scores |= {row: model.read(parts(prompts[row]["text"]))[0] for row in test}
+        scores |= {row: model.read(line_of(prompts[row]["text"]))[0] for row in test}
         tests.append(test)
         print(f"part {part + 1} of {FOLDS}: {len(test)} prompts left out", file=sys.stderr, flush=True)
     return scores, tests
