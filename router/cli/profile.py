@@ -39,7 +39,7 @@ def profile_quality(
     tasks: Annotated[
         Path,
         typer.Option(
-            help="Tasks with checks, as JSON lines (docs/tasks.md); by default a built-in suite.", show_default=False
+            help="Tasks with checks, as JSON lines (docs/routing.md); by default a built-in suite.", show_default=False
         ),
     ] = TASKS,
     parallel: Annotated[
@@ -101,7 +101,7 @@ def profile_import(
 ) -> None:
     """Make the loss profile of runs of lm-evaluation-harness, one for each tier, instead of measuring it.
 
-    docs/lm-eval.md has the harness's commands. If the router needs a key, set QARR_KEY.
+    docs/routing.md has the harness's commands. If the router needs a key, set QARR_KEY.
     """
     folder = load_settings(config).policy.profiles
     log = Progress()
