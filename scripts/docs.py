@@ -113,7 +113,8 @@ def predictions() -> str:
     run = (RESULTS / "predictions.txt").read_text("utf-8").split("$ ")[-1]
     command, _, printed = run.partition("\n")
     rows = printed[printed.index("round 1: ") :].partition("\n\n")[0].splitlines()
-    return "```text\n" + "\n".join([f"$ {command}", *rows[1:]]) + "\n```\n"
+    shown = [row for row in rows[1:] if row.startswith((" ", "all", "fast", "precise", "burst"))]
+    return "```text\n" + "\n".join([f"$ {command}", *shown]) + "\n```\n"
 
 
 def planned(command: str) -> str:

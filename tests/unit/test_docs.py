@@ -142,7 +142,7 @@ def test_decisions_are_short_and_listed() -> None:
     for record in DECISIONS:
         text = record.read_text("utf-8")
         parts = [] if "\nSuperseded: " in text else ["Context", "Decision", "Consequence"]
-        assert re.findall(r"^## (.*)$", text, re.MULTILINE) == parts, record.name
+        assert re.findall(r"^\*\*(\w+)\.\*\* ", text, re.MULTILINE) == parts, record.name
         assert text.startswith(f"# {int(record.name[:4])}. ")
         assert len(text.split()) < 200, record.name
         assert f"({record.name})" in index
