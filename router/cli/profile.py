@@ -44,7 +44,7 @@ def profile_quality(
     ] = TASKS,
     parallel: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Tasks at a time; by default as many as the engines compute at once."),
+        typer.Option(min=1, metavar="N", help="Tasks at once; by default as many as the engines compute at once."),
     ] = None,
     adapter: Annotated[
         str | None,
@@ -125,7 +125,7 @@ def profile_import(
 @profile_app.command("latency")
 def profile_latency(
     url: UrlOption = "",
-    step: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="About how long one step may take.")] = 8.0,
+    step: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="How long one step may take, about.")] = 8.0,
     tier: Annotated[
         list[TierName] | None,
         typer.Option(

@@ -150,7 +150,7 @@ class SharedLoad:
             except UNAVAILABLE as error:
                 self._lose(outage(error))
             except Exception as error:  # noqa: BLE001  no error may end the sharing for good
-                self._faults.log(error, "telling other routers over Redis failed, and goes on")
+                self._faults.log(error, "the load could not be reported to Redis; trying again")
                 self._lose(type(error).__name__)
             await self._pause()
 

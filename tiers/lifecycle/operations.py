@@ -252,7 +252,7 @@ class Operations:
             operation.end("failed", "broken off")
             raise
         except Exception as error:
-            operation.end("failed", f"{type(error).__name__}: {error}; the router's log has where it came from")
+            operation.end("failed", f"{type(error).__name__}: {error}; the router's log has the traceback")
             log.exception("%s of %s failed", operation.kind, operation.replica)
         finally:
             if self._running.get(operation.replica) is operation:
