@@ -10,7 +10,7 @@ from router.cli.common import with_options
 
 @with_options
 def reload(router: RouterApiClient) -> None:
-    """Have the running router take over its changed settings, without a restart: all of them, or none.
+    """Apply changed settings to the running router, without a restart: all of them, or none.
 
     It reads the file and variables that it was started with. SIGHUP does the same.
     """

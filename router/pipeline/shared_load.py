@@ -160,7 +160,7 @@ class SharedLoad:
         try:
             await self._redis.hdel(ROUTERS, self._id)
         except UNAVAILABLE:
-            log.info("redis does not answer: this router's entry ends by itself")
+            log.info("redis does not answer: this router's entry expires by itself")
         await self._redis.aclose()
 
     async def exchange(self) -> bool:
@@ -184,7 +184,7 @@ class SharedLoad:
         self._known = True
         if self._lost:
             self._lost = False
-            log.info("redis serves again: what other routers do counts again")
+            log.info("redis serves again: the load of other routers counts again")
         return self._take(own, replicas, began + LIFE_S, settled=settled)
 
     def _own(self, now: float) -> dict[str, list[float]]:

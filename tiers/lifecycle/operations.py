@@ -337,7 +337,7 @@ class Operations:
         if not any(r.state.status is ReplicaStatus.READY for r in others):
             raise NotPossibleError(
                 f"no other replica is ready, and there is no memory for a second engine beside {engine.replica.id}: "
-                f"nothing would serve meanwhile; 'restart' does it all the same"
+                f"nothing would serve meanwhile; 'restart' does it anyway"
             )
 
 
