@@ -17,7 +17,7 @@ class Removed(NamedTuple):
 
 
 MIRROR = "mirror traffic with the proxy in front: Envoy's request_mirror_policies, nginx's mirror (docs/operations.md)"
-SEVERAL_ROUTERS = "run several routers behind nginx or systemd's template unit, as docs/outgrowing.md shows"
+SEVERAL_ROUTERS = "run several routers behind nginx or systemd's template unit, as docs/scaling.md shows"
 # By "section.name", or "section" for all of it; "tiers.*.name" of every tier.
 SETTINGS: dict[str, Removed] = {
     "mirror": Removed(MIRROR, refused=False),

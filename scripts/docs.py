@@ -1,4 +1,4 @@
-"""Write the generated documentation: settings.md, its schema, cli.md, and figures in README, predictions.md, planning.md.
+"""Write the generated documentation: settings.md, its schema, cli.md, and figures in README, routing.md, planning.md.
 
 usage: .venv/bin/python scripts/docs.py
 """
@@ -21,8 +21,10 @@ README = "../README.md"
 RESULTS = DOCS / "../benchmarks/results"
 FIGURES = RESULTS / "side_by_side.json"
 COST = re.compile(r"^- \*\*Cost\.\*\*.*?\n(?=- |\n)", re.MULTILINE | re.DOTALL)  # README's paragraph
+ROW = re.compile(r"^(all precise|like balanced) +(.*)$", re.MULTILINE)  # of goodput.txt
+FIGURE = re.compile(r"([\d.]+) \(")  # before its interval: answers lost, engine-seconds, ...
 PLAN = re.compile(r"^```text\n\$ qarr (plan .*)\n(?:.*\n)*?```\n", re.MULTILINE)  # of planning.md
-TABLE = re.compile(r"^```text\n.*?^```\n", re.MULTILINE | re.DOTALL)  # of predictions.md
+TABLE = re.compile(r"^```text\n.*?^```\n", re.MULTILINE | re.DOTALL)  # of routing.md
 HELP_TITLE = re.compile(r"^╭─ (\w+) ─+╮$")
 TYPE = re.compile(r" <(?:bool|str|int|float)> ")  # says nothing that the text does not say
 COMMANDS = (
@@ -76,29 +78,43 @@ def render() -> dict[str, str]:
         "settings.md": f"{SETTINGS_HEAD}\n{table()}\n",
         "settings.schema.json": portable + "\n",
         README: COST.sub(lambda _: cost(), (DOCS / README).read_text("utf-8"), count=1),
-        "predictions.md": TABLE.sub(lambda _: predictions(), (DOCS / "predictions.md").read_text("utf-8"), count=1),
+        "routing.md": TABLE.sub(lambda _: predictions(), (DOCS / "routing.md").read_text("utf-8"), count=1),
         "planning.md": PLAN.sub(lambda found: planned(found[1]), (DOCS / "planning.md").read_text("utf-8")),
         "cli.md": "# The command\n\n" + "\n".join(_help(command) for command in COMMANDS),
     }
 
 
 def cost() -> str:
-    """Return README's paragraph on what an answer costs, from the side-by-side benchmark's figures."""
-    rows = json.loads(FIGURES.read_text("utf-8"))["rows"]
-    ours = [rows[load]["QARR /v1/chat/completions"] for load in ("non-streaming", "saturated", "paced")]
-    costs, ratios = [f"{row['cpu_us']:,.0f}" for row in ours], [f"{row['ratio']:.1f}" for row in ours]
+    """Return README's paragraph on what routing saves and what the router costs, from the benchmarks' figures."""
+    loads = (RESULTS / "goodput.txt").read_text("utf-8").split(" of saturation; engine-seconds")[1:]
+    rows = [dict(ROW.findall(load)) for load in loads]
+    found = [
+        (float(lost), 100 - 100 * float(seconds) / float(FIGURE.findall(row["all precise"])[1]))
+        for row in rows
+        for lost, seconds in [FIGURE.findall(row["like balanced"])[:2]]
+    ]
+    lost, saved = ([figures[n] for figures in found] for n in (0, 1))
+    costs = json.loads(FIGURES.read_text("utf-8"))["rows"]
+    ours = [costs[load]["QARR /v1/chat/completions"] for load in ("non-streaming", "saturated", "paced")]
+    rates, ratios = [f"{1e6 / row['cpu_us']:,.0f}" for row in ours], [row["ratio"] for row in ours]
     text = (
-        f"- **Cost.** An unstreamed answer takes {costs[0]} µs of one core, a 64-token stream {costs[1]}, at 5 ms a token "
-        f"{costs[2]}: {ratios[0]}, {ratios[1]} and {ratios[2]} times vllm-router's `cache_aware` "
+        f"- **Cost.** On simulated H100s with published losses, requests take {min(saved):.0f} to {max(saved):.0f} % less "
+        f"engine time than with everything on `precise`, and {min(lost):.1f} to {max(lost):.1f} answers in 100 get worse "
+        "([goodput](benchmarks/results/goodput.txt)). For that, one core of the router is full at "
+        f"{rates[0]} whole answers a second, {rates[1]} streams of 64 tokens, or {rates[2]} at 5 ms a token: "
+        f"{min(ratios):.1f} to {max(ratios):.1f} times the CPU time of vllm-router, which neither classifies nor predicts "
         "([side by side](benchmarks/results/side_by_side.txt))."
     )
     return textwrap.fill(text, 115, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False) + "\n"
 
 
 def predictions() -> str:
-    """Return the benchmark of predictions as it was printed where the router chooses the tiers."""
-    runs = (RESULTS / "predictions.txt").read_text("utf-8").split("$ ")
-    return f"```text\n$ {runs[-1]}```\n"
+    """Return the errors of predictions as they were printed where the router chooses the tiers."""
+    run = (RESULTS / "predictions.txt").read_text("utf-8").split("$ ")[-1]
+    command, _, printed = run.partition("\n")
+    rows = printed[printed.index("round 1: ") :].partition("\n\n")[0].splitlines()
+    shown = [row for row in rows[1:] if row.startswith((" ", "all", "fast", "precise", "burst"))]
+    return "```text\n" + "\n".join([f"$ {command}", *shown]) + "\n```\n"
 
 
 def planned(command: str) -> str:

@@ -16,15 +16,15 @@ def wrong_with(url: str) -> str | None:
         parts = urlsplit(url)
         port = parts.port
     except (httpx.InvalidURL, ValueError):
-        return "this is no address"
+        return "not an address"
     if not url.isprintable() or " " in url or parts.scheme not in {"http", "https"} or not parts.hostname or port == 0:
-        return "this is no address that begins with http:// or https:// and names a host"
+        return "not an address with http:// or https:// and a host"
     if parts.username is not None or parts.password is not None:
         return (
             "user and password do not belong here, where GET /tiers shows them: engine.api_key holds the engines' key"
         )
     if "?" in url or "#" in url:
-        return "a query or a fragment cannot stand before the paths of the engine's API"
+        return "it may not have a query or a fragment"
     if parts.path.rstrip("/").endswith("/v1"):
         return "the address ends with /v1, which QARR adds itself"
     return None

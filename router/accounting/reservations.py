@@ -76,7 +76,7 @@ class Reservations:
         """
         units = {limit.unit for account in accounts for limit in account.limits}
         if self.settings.replica_hour is None and "money_u" in units:
-            raise NoPriceError("this key has a budget of money, and budgets.replica_hour, the price, is not set")
+            raise NoPriceError("this key has a budget of money, but no price is set (budgets.replica_hour)")
         now = self._now()
         hold = Hold(secrets.token_hex(12), accounts, periods(now), asked, times)
         if self._keeper is None:
@@ -168,7 +168,7 @@ class Reservations:
             except LOST as error:
                 self._lose(error)
             except Exception as error:  # noqa: BLE001  whatever it is, reservations must still be renewed
-                faults.log(error, "keeping reservations of budgets failed, and is tried again")
+                faults.log(error, "reservations of budgets could not be renewed; trying again")
 
     async def _pay(self) -> None:
         """Settle what could not be settled; what is settled meanwhile settles itself."""

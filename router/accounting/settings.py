@@ -34,20 +34,20 @@ class BudgetSettings(Section, reloads=frozenset({"replica_hour", "currency", "wh
 
     replica_hour: PositiveFloat | None = Field(
         None,
-        description="Price of an hour of one replica of the highest tier. A second of another tier's replica counts as "
-        "`policy.prices` has it, or without those by its GPUs. Unset: nothing costs money.",
+        description="Price of an hour of one replica of the highest tier. Seconds of other tiers are weighed by "
+        "`policy.prices`, or without those by their GPUs. Unset: nothing costs money.",
     )
-    currency: str = Field("USD", max_length=16, description="Of `budgets.replica_hour`, for people.")
+    currency: str = Field("USD", max_length=16, description="Currency of `budgets.replica_hour`, for display.")
     file: Path = Field(
         default_factory=lambda: state_dir() / "usage.sqlite",
-        description="Usage by day, key, team and tier; without `state.redis_url` also what budgets have used. Routers of "
-        "one machine may share it.",
+        description="File of usage by day, key, team and tier; without `state.redis_url` also of what budgets have used. "
+        "Routers of one machine may share it.",
     )
     while_unknown: Literal["refuse", "serve"] = Field(
         "refuse",
-        description="While it is not known what a budget has used (a file or Redis that cannot be read): refuse its "
-        "requests with `503`, or serve them and count from 0.",
+        description="While a budget's use cannot be read (file or Redis): refuse its requests with `503`, or serve them "
+        "and count from 0.",
     )
     metrics_keys: int = Field(
-        50, ge=0, description="Keys, in the key file's order, that have metrics of their own; the rest are `other`."
+        50, ge=0, description="How many keys, in the key file's order, have metrics of their own; the rest are `other`."
     )

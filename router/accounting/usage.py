@@ -78,7 +78,7 @@ class UsageLog:
                 try:
                     await self.write()
                 except (OSError, sqlite3.Error) as error:
-                    faults.log(error, "usage could not be written, and is tried again")
+                    faults.log(error, "usage could not be written; trying again")
         finally:
             try:
                 await asyncio.shield(asyncio.ensure_future(self.write()))

@@ -92,7 +92,7 @@ def _decoded(body: bytes, codings: str, limit: int) -> bytes:
             elif coding == "zstd":
                 body = _zstd(body, limit)
             elif coding != "identity":
-                raise UnknownCodingError(f"the body's coding, {coding[:40]!r}, is not known: {', '.join(CODINGS)} are")
+                raise UnknownCodingError(f"Content-Encoding {coding[:40]!r} is not supported: {', '.join(CODINGS)} are")
         except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
             raise UnknownCodingError(f"the body is not {coding}, as its Content-Encoding says: {error}") from None
         if len(body) > limit:

@@ -64,8 +64,8 @@ def provider_allowed(tiers: Sequence[TierName]) -> dict[str, str]:
         "provider.only": f"a list of {names}",
         "provider.ignore": f"a list of {names}",
         "provider.allow_fallbacks": "true or false",
-        "provider.require_parameters": "false: what vLLM makes of parameters is not known here",
-        "provider.data_collection": "allow: what engines keep is not known here",
+        "provider.require_parameters": "false: the router does not know which parameters vLLM honours",
+        "provider.data_collection": "allow: the router does not know what engines store",
     }
 
 

@@ -74,7 +74,7 @@ class NotAdminError(Exception):
 class DrainingError(Exception):
     """The router shuts down: it takes no new requests, or ends an open one at its deadline."""
 
-    def __init__(self, detail: str = "this router is ending and takes no new requests: ask again") -> None:
+    def __init__(self, detail: str = "this router is shutting down and takes no new requests: try again") -> None:
         super().__init__(detail)
 
 
@@ -165,7 +165,7 @@ _REFUSALS: dict[Refusal, tuple[int, str, tuple[int, str] | None]] = {
     Refusal.AT_CAPACITY: (503, "Every tier that could serve this is full", None),
     Refusal.SLA_UNMET: (503, "No tier can meet the required SLA now", None),
     Refusal.UNSUPPORTED: (
-        422, "No tier that could serve this takes one of its parameters", (400, "unsupported_parameter")
+        422, "No tier that could serve this supports its parameters", (400, "unsupported_parameter")
     ),
     Refusal.NO_ADAPTER: (422, "No tier that could serve this offers the adapter", (404, "model_not_found")),
     Refusal.EXCLUDED: (400, "The request excludes every tier that could serve it", None),
@@ -258,7 +258,7 @@ def _refused(decision: Decision) -> Problem:
 def _http(error: HTTPException) -> Problem:
     status = HTTPStatus(error.status_code)
     details = {
-        404: "there is nothing at this path: try POST /generate or POST /v1/chat/completions; /openapi.json lists all",
+        404: "nothing is served at this path: try POST /generate or POST /v1/chat/completions; /openapi.json lists all",
         405: f"allowed: {(error.headers or {}).get('Allow', '')}",
     }
     kind = status.phrase.lower().replace(" ", "-")
@@ -283,14 +283,14 @@ PROBLEMS: dict[type[BaseException], Callable[[Any], Problem]] = {
         openai=(401, "invalid_api_key"), headers={"www-authenticate": "Bearer"},
     ),
     IssuerUnreachableError: _plain(503, "issuer-away", "The token cannot be checked now", retry_after_s=ISSUER_RETRY_S),
-    BudgetUnknownError: _plain(503, "budget-unknown", "The budget's use is not known", retry_after_s=BUSY_RETRY_S),
+    BudgetUnknownError: _plain(503, "budget-unknown", "The budget's use is not known now", retry_after_s=BUSY_RETRY_S),
     BeyondKeyError: _at(
         403, "beyond-key", "The key does not allow this",
         lambda error: FieldProblem(error.field, f"{error.asked} is beyond this key", error.allowed),
     ),
     OverQuotaError: _over_quota,
     OverBudgetError: _over_budget,
-    NoPriceError: _plain(503, "no-price", "The key's budget cannot be kept"),
+    NoPriceError: _plain(503, "no-price", "The key's budget needs a price"),
     RequestRefusedError: lambda error: _refused(error.decision),
     EngineRefusedError: _at(
         422, "engine-refused", "The engine refused the request",
@@ -298,28 +298,28 @@ PROBLEMS: dict[type[BaseException], Callable[[Any], Problem]] = {
     ),
     NoSlotError: _plain(503, "at-capacity", _REFUSALS[Refusal.AT_CAPACITY][1], retry_after_s=BUSY_RETRY_S),
     HTTPException: _http,
-    NotAdminError: _plain(403, "not-admin", "This needs a key for operators"),
+    NotAdminError: _plain(403, "not-admin", "This needs an operator's key"),
     UnknownReplicaError: _plain(404, "replica-not-found", "There is no such replica or operation"),
     ReloadError: _plain(409, "not-reloaded", "The settings were not reloaded"),
     NotPossibleError: _plain(409, "not-possible", "This cannot be done now"),
     DrainingError: _plain(
-        503, "draining", "The router is ending", retry_after_s=BUSY_RETRY_S, headers={"connection": "close"}
+        503, "draining", "The router is shutting down", retry_after_s=BUSY_RETRY_S, headers={"connection": "close"}
     ),
     UnknownModelError: _plain(404, "model-not-found", "There is no such model"),
     NoEmbeddingsError: _plain(404, "embeddings-not-served", "No engine here serves embeddings"),
     NotStoredError: _plain(404, "response-not-stored", "Responses are not stored"),
     NotHttpError: _plain(400, "not-http", "The request is not valid HTTP"),
-    ForeignHostError: _plain(421, "foreign-host", "This name is not known to be this router's"),
+    ForeignHostError: _plain(421, "foreign-host", "The host name is not one of this router's"),
     ForeignPageError: _plain(403, "foreign-page", "A web page of another origin sent this"),
     HeadTooLargeError: _plain(431, "head-too-large", "The request's path and headers are too large"),
-    RequestTooSlowError: _plain(408, "too-slow", "The request did not come in time"),
+    RequestTooSlowError: _plain(408, "too-slow", "The request was not received in time"),
     TooManyConnectionsError: _plain(
         503, "too-many-connections", "Too many connections are open", retry_after_s=BUSY_RETRY_S
     ),
     UnknownStreamError: _plain(404, "stream-not-found", "There is no such stream"),
     UnknownTraceError: _plain(404, "trace-not-found", "This trace is not kept here"),
     StreamGoneError: _plain(410, "stream-gone", "The rest of the stream is no longer kept"),
-    ResumedElsewhereError: _plain(409, "resumed-elsewhere", "Another connection went on reading this stream"),
+    ResumedElsewhereError: _plain(409, "resumed-elsewhere", "Another connection resumed this stream"),
     EngineTooSlowError: _plain(504, "engine-too-slow", "The engine did not finish in time"),
     NoEngineAnsweredError: _no_engine_answered,
     EngineBrokeError: _plain(502, "stream-broken", "The answer is incomplete: its engine failed"),

@@ -28,7 +28,7 @@ class LimitSettings(Section, reloads=AllBut()):
 class OpenAISettings(Section, reloads=AllBut()):
     """OpenAI's API."""
 
-    tier_policy: TierPolicy = Field("require", description="Of a tier named as `model`; `prefer` makes it a hint.")
+    tier_policy: TierPolicy = Field("require", description="For a tier named as `model`; `prefer` makes it a hint.")
     aliases: dict[str, Literal["auto"] | TierName] = Field(
         {}, description='More model names, as in `"gpt-*" = "auto"`.'
     )

@@ -196,7 +196,7 @@ class Quotas:
             except UNAVAILABLE as error:
                 self._lose(error)
             except Exception as error:  # noqa: BLE001  whatever it is, slots must still be renewed
-                faults.log(error, "renewing slots in Redis failed, and is tried again")
+                faults.log(error, "slots could not be renewed in Redis; trying again")
 
     async def _look_after(self, shared: RedisLedger) -> None:
         if self._lost:

@@ -18,7 +18,7 @@ class AuthSettings(Section, reloads=AllBut()):
 
     keys_file: Path = Field(
         default_factory=lambda: config_dir() / "keys.json",
-        description="Keys, kept as hashes. Once this file exists, requests need a key.",
+        description="File of the keys, kept as hashes. Once it exists, requests need a key.",
     )
     allow_keyless: bool = Field(
         False, description="Serve without keys to everyone who reaches an address that is not loopback."
@@ -32,7 +32,7 @@ class ClaimSettings(Section, reloads=AllBut()):
     rights: str = Field(
         "qarr",
         min_length=1,
-        description="Claim with an object of rights, by the names of a key's fields; it may be absent.",
+        description="Claim that holds the caller's rights, an object of a key's fields; it may be absent.",
     )
 
 
@@ -40,14 +40,14 @@ class JwtSettings(Section, reloads=AllBut()):
     """JWTs of an issuer, which let callers in as keys do."""
 
     issuer: str = Field(
-        "", description="Issuer of the tokens, as their claim `iss` has it; empty: tokens are not accepted."
+        "", description="Issuer of the tokens: their claim `iss`, to the letter; empty: tokens are not accepted."
     )
-    audience: str = Field("", description="Of which the claim `aud` must have this.")
+    audience: str = Field("", description="Audience that the claim `aud` must contain.")
     jwks: str = Field(
         "", description="The issuer's public keys (JWKS): a file, or an address: https, or http on this machine."
     )
     algorithms: Annotated[tuple[Algorithm, ...], Field(min_length=1)] = Field(
-        ("RS256", "ES256", "EdDSA"), description="Algorithms of signatures that are accepted."
+        ("RS256", "ES256", "EdDSA"), description="Accepted signature algorithms."
     )
     claims: ClaimSettings = ClaimSettings()
 

@@ -15,14 +15,14 @@ from tiers.spec import TierName
 
 LOAD_S = 300.0
 adapters_app = typer.Typer(help="Show the LoRA adapters of the running fleet; load and unload them.")
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="By which requests name it as their model.")]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name that requests give as their model.")]
 PathArgument = Annotated[
-    str, typer.Argument(metavar="FOLDER", help="Folder in the form of PEFT, on the engines' machine.")
+    str, typer.Argument(metavar="FOLDER", help="Folder in PEFT's format, on the engines' machine.")
 ]
 TierOption = Annotated[
     list[TierName] | None,
     typer.Option(
-        "--tier", help="Only into this tier's engines; may be repeated. Default: all.", parser=TierName, metavar="TIER"
+        "--tier", help="Load it into this tier's engines only (repeat for more).", parser=TierName, metavar="TIER"
     ),
 ]
 

@@ -40,7 +40,7 @@ def classify(
 ) -> None:
     """Show what the classifier finds in a prompt and why, and the tier that the running router would serve it with.
 
-    Where none answers, that of an idle fleet without measurements.
+    If no router answers: the tier that an idle fleet without measurements would use.
     """
     settings = load_settings(config)
     made = finished(prepare_options(settings)) if tokenizer is None else ()

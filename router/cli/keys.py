@@ -51,43 +51,41 @@ class RightsOptions(BudgetOptions):
         list[TierName] | None,
         typer.Option(
             "--tier",
-            help="A tier that may serve it (repeat for more); by default all.",
+            help="A tier that the key may use (repeat for more); by default all.",
             parser=TierName,
             metavar="TIER",
         ),
     ] = None
     over: Annotated[
         str,
-        typer.Option(help="What happens to a hint or priority beyond the key: lowered (clamp) or refused (refuse)."),
+        typer.Option(help="A hint or priority beyond the key is lowered (clamp) or refused (refuse)."),
     ] = "clamp"
-    max_priority: Annotated[str, typer.Option(help="interactive, standard or batch.")] = "interactive"
+    max_priority: Annotated[str, typer.Option(help="Highest priority: interactive, standard or batch.")] = "interactive"
     requests_per_minute: LimitOption = None
     tokens_per_minute: LimitOption = None
     concurrent_requests: LimitOption = None
     admin: Annotated[
-        bool, typer.Option("--admin", help="Allow it to operate on replicas and to see everybody's requests.")
+        bool, typer.Option("--admin", help="Allow the key to operate on replicas and to see everybody's requests.")
     ] = False
     over_budget: Annotated[
         str,
-        typer.Option(
-            help="What happens over budget: refuse, or cheapest: up to twice the budget on the cheapest tier."
-        ),
+        typer.Option(help="Over budget: refuse, or serve up to twice the budget on the cheapest tier (cheapest)."),
     ] = "refuse"
     expires: Annotated[
         str | None, typer.Option(metavar="DATE|DURATION", help="Valid until: 2027-01-31 (its end, UTC), or 30d, 12h.")
     ] = None
-    team: Annotated[str | None, typer.Option(metavar="NAME", help="Whose budgets it shares: see 'qarr keys team'.")] = (
-        None
-    )
+    team: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Team whose budgets it shares ('qarr keys team').")
+    ] = None
     overflow: Annotated[
-        bool, typer.Option("--overflow", help="Allow its prompts to leave for overflow.url when every tier is full.")
+        bool, typer.Option("--overflow", help="Allow its prompts to be sent to overflow.url when all tiers are full.")
     ] = False
 
 
 @keys_app.command("add")
 @with_options
 def keys_add(
-    name: Annotated[str, typer.Argument(help="Whose key it is, for people and logs.")],
+    name: Annotated[str, typer.Argument(help="Name of the key, shown in lists and logs.")],
     options: RightsOptions,
     config: ConfigOption = None,
 ) -> None:

@@ -59,8 +59,8 @@ def logs(
         int | None, typer.Option("--lines", "-n", min=0, help=f"Last lines to show; {LINES}, with --since all.")
     ] = None,
     since: Annotated[str, typer.Option(help="Only later lines: 90s, 10m, 2h, 1d ago, or 2026-05-01T14:30.")] = "",
-    trace: Annotated[str, typer.Option(help="Only lines of the trace whose id begins so.")] = "",
-    request: Annotated[str, typer.Option(help="Only lines of the request whose id begins so.")] = "",
+    trace: Annotated[str, typer.Option(help="Only lines of this trace: its id, or how it begins.")] = "",
+    request: Annotated[str, typer.Option(help="Only lines of this request: its id, or how it begins.")] = "",
     level: Annotated[Level, typer.Option(help="Only lines of this level and above.")] = "debug",
     config: ConfigOption = None,
 ) -> None:

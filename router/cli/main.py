@@ -15,24 +15,24 @@ import typer
 from router.cli.common import fail
 from router.removed import removed_argument
 
-# Name → module and what stands for it there: a function, or an application with commands of its own.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "up": ("serve", "up"),
-    "serve": ("serve", "serve"),
-    "router": ("serve", "serve"),  # what it is called elsewhere
-    "logs": ("logs", "logs"),
-    "top": ("top", "top"),
-    "doctor": ("doctor.command", "doctor"),
-    "health": ("health", "health"),
-    "classify": ("classify", "classify"),
-    "plan": ("plan", "plan"),
-    "settings": ("show_settings", "show_settings"),
-    "reload": ("show_settings", "reload"),
-    "model": ("model", "model_app"),
-    "keys": ("keys", "keys_app"),
-    "profile": ("profile", "profile_app"),
-    "tiers": ("tiers", "tiers_app"),
-    "adapters": ("adapters", "adapters_app"),
+# Name → module, what stands for it there (a function, or an application with commands of its own), and panel of the help.
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "up": ("serve", "up", "Serve"),
+    "serve": ("serve", "serve", "Serve"),
+    "router": ("serve", "serve", "Serve"),  # what it is called elsewhere
+    "model": ("model", "model_app", "Serve"),
+    "plan": ("plan", "plan", "Measure"),
+    "classify": ("classify", "classify", "Measure"),
+    "profile": ("profile", "profile_app", "Measure"),
+    "reload": ("show_settings", "reload", "Operate"),
+    "tiers": ("tiers", "tiers_app", "Operate"),
+    "adapters": ("adapters", "adapters_app", "Operate"),
+    "keys": ("keys", "keys_app", "Operate"),
+    "top": ("top", "top", "Look"),
+    "logs": ("logs", "logs", "Look"),
+    "doctor": ("doctor.command", "doctor", "Look"),
+    "health": ("health", "health", "Look"),
+    "settings": ("show_settings", "show_settings", "Look"),
 }
 HIDDEN = {"router"}
 # Errors that end a command with their text, and where they are defined.
@@ -74,12 +74,12 @@ def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     )
     app.callback()(_root)
     for name in names:
-        module, attribute = COMMANDS[name]
+        module, attribute, panel = COMMANDS[name]
         found: Any = getattr(import_module(f"router.cli.{module}"), attribute)
         if isinstance(found, typer.Typer):
-            app.add_typer(found, name=name)
+            app.add_typer(found, name=name, rich_help_panel=panel)
         else:
-            app.command(name, hidden=name in HIDDEN)(found)
+            app.command(name, hidden=name in HIDDEN, rich_help_panel=panel)(found)
     return app
 
 

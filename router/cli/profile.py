@@ -34,12 +34,12 @@ def profile_quality(
     tasks: Annotated[
         Path,
         typer.Option(
-            help="Tasks with checks, as JSON lines (docs/tasks.md); by default a built-in suite.", show_default=False
+            help="Tasks with checks, as JSON lines (docs/routing.md); by default a built-in suite.", show_default=False
         ),
     ] = TASKS,
     parallel: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Tasks at a time; by default as many as the engines compute at once."),
+        typer.Option(min=1, metavar="N", help="Tasks at once; by default as many as the engines compute at once."),
     ] = None,
     adapter: Annotated[
         str | None,
@@ -95,7 +95,7 @@ def profile_import(
 ) -> None:
     """Make the loss profile of runs of lm-evaluation-harness, one for each tier, instead of measuring it.
 
-    docs/lm-eval.md has the harness's commands. If the router needs a key, set QARR_KEY.
+    docs/routing.md has the harness's commands. If the router needs a key, set QARR_KEY.
     """
     folder = load_settings(config).policy.profiles
     log = Progress()
@@ -115,7 +115,7 @@ def profile_import(
 @profile_app.command("latency")
 def profile_latency(
     url: UrlOption = "",
-    step: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="About how long one step may take.")] = 8.0,
+    step: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="How long one step may take, about.")] = 8.0,
     tier: Annotated[
         list[TierName] | None,
         typer.Option(

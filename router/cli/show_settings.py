@@ -28,7 +28,7 @@ def show_settings(
 
 @with_options
 def reload(router: RouterApiClient) -> None:
-    """Have the running router take over its changed settings, without a restart: all of them, or none.
+    """Apply changed settings to the running router, without a restart: all of them, or none.
 
     It reads the file and variables that it was started with. SIGHUP does the same.
     """

@@ -28,13 +28,13 @@ DETAIL_CHARS = 100
 OPERATIONS: dict[Kind, str] = {
     "drain": "Give a replica no new requests; open ones finish. It keeps running and can be resumed.",
     "resume": "Give a drained replica requests again; a quarantined one is warmed up and compared first.",
-    "restart": "Drain an engine, stop it and start it again; a failed one too.",
+    "restart": "Drain an engine, stop it and start it again; also one that has failed.",
     "recycle": "Replace an engine by a new one, started beside it so that capacity never falls.",
 }
 TargetArgument = Annotated[
     str, typer.Argument(metavar="TIER|REPLICA", help="One replica, or all of a tier, one after another.")
 ]
-EngineArgument = Annotated[str, typer.Argument(metavar="URL", help="Of the engine, as http://10.0.0.5:8000.")]
+EngineArgument = Annotated[str, typer.Argument(metavar="URL", help="Address of the engine, as http://10.0.0.5:8000.")]
 
 
 @tiers_app.callback(invoke_without_command=True)
@@ -81,7 +81,7 @@ def tiers_add(tier: TierArgument, engine: EngineArgument, *, router: RouterApiCl
 @tiers_app.command("remove")
 @with_options
 def tiers_remove(
-    replica: Annotated[str, typer.Argument(metavar="REPLICA", help="Its id, or its engine's URL.")],
+    replica: Annotated[str, typer.Argument(metavar="REPLICA", help="The replica's id, or its engine's URL.")],
     now: Annotated[bool, typer.Option("--now", help="Do not wait for open requests.")] = False,
     *,
     router: RouterApiClient,
@@ -100,7 +100,7 @@ def tiers_record(tier: TierArgument, config: ConfigOption = None) -> None:
     check_tier(tier, settings)
     canary = make_canary(settings, speed_machine(settings))
     count = canary.forget(tier)
-    typer.echo(f"{count} records of {tier} forgotten in {canary.path}; its next start, or resume, records new ones")
+    typer.echo(f"{count} records of {tier} deleted in {canary.path}; the next start or resume records new ones")
 
 
 def _follow(router: RouterApiClient, kind: Kind, replica: str, body: dict[str, Any] | None = None) -> None:

@@ -37,7 +37,7 @@ from tiers.spec import EngineLaunch, TierName, TierSpec
 log = logging.getLogger(f"qarr.{__name__}")
 NICENESS = 15  # of the quantizer beside engines, which take precedence; it gets all of idle cores
 REPORTS = 4  # lines for a step whose parts are counted
-HOW_TO_MEND = "mend the cause, run 'qarr model prepare', and start 'qarr up' again"
+HOW_TO_MEND = "remove the cause, run 'qarr model prepare', and start 'qarr up' again"
 
 
 class _Enough(Exception):  # noqa: N818  no error

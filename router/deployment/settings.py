@@ -84,8 +84,8 @@ class TierSettings(Section, reloads=frozenset({"urls"})):
         None,
         ge=0,
         le=MOST_REPLICAS,
-        description="Engines started here, besides those elsewhere; unset: one, or none with `urls` or `dns`. 0 without "
-        "these leaves the tier out, unless `discovery.file` names it.",
+        description="How many engines are started here; unset: one, or none with `urls` or `dns`. 0 without these leaves "
+        "the tier out, unless `discovery.file` names it.",
     )
     gpus: Annotated[tuple[NonNegativeInt, ...], AfterValidator(different)] = Field(
         (),
@@ -97,7 +97,7 @@ class TierSettings(Section, reloads=frozenset({"urls"})):
         False, description="On Ray, one engine's GPUs may be on several nodes: vLLM's own Ray executor takes them."
     )
     ray_resources: RayResources = Field(
-        {}, description="Over `ray.resources`, for a replica of this tier; 0 takes one away."
+        {}, description="What a replica of this tier takes, over `ray.resources`; 0 removes a resource."
     )
     checkpoint: Path | None = Field(None, description="Model folder for this tier instead of the prepared one.")
     engine_args: EngineArgs = Field(
@@ -106,7 +106,7 @@ class TierSettings(Section, reloads=frozenset({"urls"})):
         "installed vLLM before anything starts.",
     )
     env: Annotated[dict[str, str], AfterValidator(_engine_variables)] = Field(
-        {}, description="Variables for this tier's engines started here, over those of the environment."
+        {}, description="Variables of this tier's engines started here; they override inherited ones."
     )
     draft: str = Field(
         "",
@@ -117,8 +117,8 @@ class TierSettings(Section, reloads=frozenset({"urls"})):
     precision: str = Field(
         "",
         pattern=r"^([a-z0-9][a-z0-9+.-]{0,31})?$",
-        description="What engines that run elsewhere serve, such as `fp8`, if their checkpoint cannot be read here; it is "
-        "shown as stated. Of engines that are started here the checkpoint tells it.",
+        description="Precision of engines that run elsewhere, such as `fp8`, if their checkpoint cannot be read here; it is "
+        "shown as stated. For engines started here the checkpoint tells it.",
     )
 
     @model_validator(mode="after")
@@ -226,7 +226,7 @@ class DiscoverySettings(Section):
         5,
         ge=0.1,
         le=3600,
-        description="Seconds between two looks at `discovery.file` and at names (`tiers.<name>.dns`).",
+        description="Seconds between two readings of `discovery.file` and of names (`tiers.<name>.dns`).",
     )
 
 
@@ -235,9 +235,9 @@ class ModelSettings(Section):
 
     name: str = Field(DEFAULT_MODEL, description="The default model, a model folder, or a Hugging Face id.")
     store: Path = Field(default_factory=lambda: cache_dir() / "models", description="Where checkpoints are kept.")
-    calibration: Path = Field(DEFAULT_CALIBRATION, description='JSON lines with a "text" field, for AWQ.')
+    calibration: Path = Field(DEFAULT_CALIBRATION, description='Prompts for AWQ: JSON lines with a "text" field.')
     calibration_samples: NonNegativeInt = Field(
-        CALIBRATION_SAMPLES, description="Prompts of that file used, at even distances; 0 uses all."
+        CALIBRATION_SAMPLES, description="How many of these prompts are used, evenly spaced; 0: all."
     )
 
 
@@ -245,16 +245,16 @@ class EngineSettings(Section):
     """How engines are started, warmed and stopped."""
 
     python: Path = Field(
-        default_factory=lambda: PROJECT / ".venv-engine/bin/python", description="Interpreter that has vLLM."
+        default_factory=lambda: PROJECT / ".venv-engine/bin/python", description="Python that has vLLM."
     )
     base_port: int = Field(9101, ge=1024, le=65000, description="First engine's port; the next ones follow.")
     api_key: Annotated[str, AfterValidator(header_value)] = Field(
         "", description="Key of engines given by URL. Engines started here get a random one."
     )
     extra_args: EngineArgs = Field((), description="More vLLM arguments for every engine started here.")
-    log_dir: Path = Field(default_factory=lambda: cache_dir() / "logs", description="Where engines log.")
-    start_timeout_s: PositiveFloat = Field(600, description="From engine start to its first healthy answer.")
-    cpu_kv_cache_gib: int = Field(1, ge=1, description="KV cache of each CPU engine.")
+    log_dir: Path = Field(default_factory=lambda: cache_dir() / "logs", description="Folder of the logs.")
+    start_timeout_s: PositiveFloat = Field(600, description="Time from an engine's start to its first healthy answer.")
+    cpu_kv_cache_gib: int = Field(1, ge=1, description="KV cache of each CPU engine, in GiB.")
     max_restarts: NonNegativeInt = Field(
         5,
         description="Restarts within 15 minutes of an engine started here that exits, hangs or does "
@@ -278,12 +278,12 @@ class EngineSettings(Section):
         "checkpoint's first start on this machine, or at first from this URL (`canary.json` in `policy.profiles`). 0: not "
         "compared.",
     )
-    warmup_expected: str = Field("Paris", description="Must occur in the answer; empty: any sane text.")
+    warmup_expected: str = Field("Paris", description="Must occur in the warm-up's answer; empty: any text.")
 
 
 def _ray_address(address: str) -> str:
     if not re.fullmatch(r"auto|([^\s/:\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}", address):
-        raise ValueError("auto is allowed, or the head's HOST:PORT as 10.0.0.5:6379; no ray://, that is Ray Client's")
+        raise ValueError("auto is allowed, or the head's HOST:PORT as 10.0.0.5:6379; ray:// is for Ray Client")
     return address
 
 
@@ -294,7 +294,7 @@ class RaySettings(Section):
         "auto", description="The cluster: `auto` is the one that this machine belongs to, else `HOST:PORT` of its head."
     )
     python: Path = Field(
-        default_factory=lambda: PROJECT / ".venv-ray/bin/python", description="Interpreter that has Ray and vLLM."
+        default_factory=lambda: PROJECT / ".venv-ray/bin/python", description="Python that has Ray and vLLM."
     )
     resources: RayResources = Field(
         {"CPU": 1},
@@ -308,14 +308,14 @@ class QuantizerSettings(Section):
 
     python: Path = Field(
         default_factory=lambda: PROJECT / ".venv-quantizer/bin/python",
-        description="Interpreter that has llm-compressor.",
+        description="Python that has llm-compressor.",
     )
 
 
 class AdapterSettings(Section):
     """A LoRA adapter that engines started here load at their start."""
 
-    path: Path = Field(description="Folder in the form of PEFT, with `adapter_config.json`.")
+    path: Path = Field(description="Folder in PEFT's format, with `adapter_config.json`.")
     tiers: Annotated[tuple[TierName, ...], AfterValidator(different)] = Field(
         (), description="Tiers whose engines load it; empty: all that have engines here."
     )
@@ -329,9 +329,7 @@ class LoraSettings(Section):
         description='Adapters by name, as in `support = { path = "/models/support", tiers = ["precise"] }`. Requests for '
         "one are kept to the tiers that have it.",
     )
-    at_run_time: bool = Field(
-        False, description="Start engines so that `qarr adapters load` may load more. Takes memory for one adapter."
-    )
+    at_run_time: bool = Field(False, description="Allow `qarr adapters load`. Takes memory for one adapter.")
     max_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = Field(
-        16, description="Highest rank of adapters loaded at run time; those named here raise it by themselves."
+        16, description="Highest rank of adapters loaded at run time; `lora.adapters` may raise it."
     )

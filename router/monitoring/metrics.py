@@ -65,11 +65,11 @@ class RequestMetrics:
 
         self._http = counter("http_requests", "Requests by endpoint and status.", "route", "method", "code")
         self._requests = counter("requests", "Requests by the tier that served them.", *KIND, "outcome")
-        self._decisions = counter("decisions", "Decisions by what they rest on.", *KIND, "reason")
+        self._decisions = counter("decisions", "Decisions by the rule that decided.", *KIND, "reason")
         self._refusals = counter("refusals", "Requests that were refused.", "reason")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.", *KIND)
         self._output_tokens = counter("output_tokens", "Tokens of answers.", *KIND)
-        text = "Of the tokens of prompts, those in the engine's prefix cache: as predicted, and as the engine reported them."
+        text = "Prompt tokens in the engine's prefix cache, as predicted and as the engine reported them."
         self._cached_tokens = counter("cached_prompt_tokens", text, "tier", "source")
         self._sla = counter("sla_requests", "Requests with bounds on times, by whether they were met.", *KIND, "result")
         for reason in (*(refusal.value for refusal in Refusal), OVER_QUOTA, OVER_BUDGET):
@@ -77,7 +77,7 @@ class RequestMetrics:
         text = "Answers that another engine continued."
         self._continuations = counter("continuations", text, "from_tier", "to_tier")
         self._overflow = counter(
-            "overflow_requests", "Requests without a slot, by what the overflow made of them.", "outcome"
+            "overflow_requests", "Requests without a slot that the overflow was considered for, by outcome.", "outcome"
         )
         for outcome in ("ok", "error", "client_gone", "full", "paused", "unsupported", "failed", "cancelled"):
             self._overflow(outcome)
@@ -178,19 +178,19 @@ class Losses(Collector):
             "Share of answers that are expected to be worse than the highest precision's.",
         )
         yield _gauge("expected_loss_ratio", text, labels, [(values, loss.mean) for values, loss in losses])
-        text = "Measured answers that this rests on; 0: published."
+        text = "Measured answers behind the expected loss; 0: published losses only."
         yield _gauge("expected_loss_answers", text, labels, [(values, loss.answers) for values, loss in losses])
         bounds = [([kind.value], most) for kind, most in table.max_loss.items()]
-        yield _gauge("loss_bound_ratio", "Most that a request of a class may lose.", ("class",), bounds)
+        yield _gauge("loss_bound_ratio", "Cap of the loss of a class.", ("class",), bounds)
         yield CounterMetricFamily("qarr_loss_counted_answers", "Answers whose tier the policy chose.", tally.answers)
-        text = "Of these, those that are expected to be worse than the highest precision's."
+        text = "Answers whose tier the policy chose that are expected to be worse than the highest precision's."
         yield CounterMetricFamily("qarr_loss_expected_answers", text, tally.lost)
-        text = "Of these, those that the loss budget would have allowed to be worse."
+        text = "Answers whose tier the policy chose that the loss budget would have allowed to be worse."
         yield CounterMetricFamily("qarr_loss_allowed_answers", text, tally.allowed)
         drifts = [([kind.value, tier], drift) for (kind, tier), drift in self._evaluation.drifts.items()]
         text = "Live prompts that a tier and the highest precision answered again."
         yield _counter("live_checked_answers", text, KIND, [(values, drift.checked) for values, drift in drifts])
-        text = "Of these, those whose answers could be compared."
+        text = "Live prompts answered again whose answers could be compared."
         yield _counter("live_compared_answers", text, KIND, [(values, drift.compared) for values, drift in drifts])
         text, known = "Rolling share of compared answers that differ.", [(v, d.differing) for v, d in drifts]
         yield _gauge("live_differing_ratio", text, KIND, [(v, share) for v, share in known if share is not None])
@@ -206,7 +206,7 @@ class Load(Collector):
 
     def collect(self) -> Iterable[Metric]:
         pipeline, about = self._pipeline, [self._about["version"], self._about["model"]]
-        yield _gauge("build_info", "1, with what runs.", ("version", "model"), [(about, 1)])
+        yield _gauge("build_info", "1; labels: version and model.", ("version", "model"), [(about, 1)])
         waiting = pipeline.admission
         yield GaugeMetricFamily("qarr_waiting_requests", "Requests that wait for a slot.", waiting.waiting)
         yield GaugeMetricFamily("qarr_waiting_requests_limit", "Requests that may wait.", waiting.most_waiting)
@@ -246,7 +246,7 @@ class Load(Collector):
         states = [([*values, state.status.value], 1) for values, _, state in found]
         yield _gauge("replica_state", "1 for a replica's present state.", (*REPLICA, "state"), states)
         about = [([*values, r.spec.precision, r.spec.checkpoint_id or ""], 1) for values, r, _ in found]
-        yield _gauge("replica_info", "1, with what a replica serves.", (*REPLICA, "precision", "checkpoint"), about)
+        yield _gauge("replica_info", "1; labels: what a replica serves.", (*REPLICA, "precision", "checkpoint"), about)
         text = "Requests on a replica."
         yield _gauge("requests_in_flight", text, REPLICA, [(values, state.in_flight) for values, _, state in found])
         text = "Slots taken: one for each answer of a request."
@@ -261,11 +261,13 @@ class Load(Collector):
         yield _gauge("kv_cache_usage_ratio", text, REPLICA, [(values, g.kv_cache_usage) for values, g in told])
         text = "Tokens that a replica's draft has proposed since the engine was started (speculative decoding)."
         yield _counter("draft_tokens", text, REPLICA, [(values, g.drafted) for values, g in drafts])
-        text = "Those that were accepted."
+        text = "Draft tokens that the engine has accepted since it was started."
         yield _counter("draft_tokens_accepted", text, REPLICA, [(values, g.accepted) for values, g in drafts])
         text = "Prompt tokens that a replica's engine looked up in its prefix cache since it was started."
         yield _counter("prefix_cache_queries", text, REPLICA, [(values, g.cache_queries) for values, g in told])
-        yield _counter("prefix_cache_hits", "Those that were found.", REPLICA, [(v, g.cache_hits) for v, g in told])
+        yield _counter(
+            "prefix_cache_hits", "Prompt tokens found cached.", REPLICA, [(v, g.cache_hits) for v, g in told]
+        )
 
 
 class Metrics:

@@ -68,10 +68,8 @@ class UsageMetrics(Collector):
             "tokens", "Tokens of keys: of prompts, of these from the prefix cache, of answers.", "kind"
         )
         self._engine = counter("engine_seconds", "Engine time of keys, in seconds of a replica of the highest tier.")
-        self._money = counter("money", "What that costs, in the currency of budgets.currency.")
-        text = (
-            "What the same tokens would have taken at the highest precision; less qarr_key_engine_seconds it is saved."
-        )
+        self._money = counter("money", "Cost of keys' requests, in the currency of budgets.currency.")
+        text = "Engine time that keys' tokens would have taken at the highest precision."
         self._highest = counter("highest_engine_seconds", text)
 
     def observe(self, row: Row, use: Use) -> None:

@@ -145,7 +145,7 @@ class SharedLoad:
             except UNAVAILABLE as error:
                 self._lose(outage(error))
             except Exception as error:  # noqa: BLE001  no error may end the sharing for good
-                self._faults.log(error, "telling other routers over Redis failed, and goes on")
+                self._faults.log(error, "the load could not be reported to Redis; trying again")
                 self._lose(type(error).__name__)
             await self._pause()
 
@@ -155,7 +155,7 @@ class SharedLoad:
         try:
             await self._redis.hdel(ROUTERS, self._id)
         except UNAVAILABLE:
-            log.info("redis does not answer: this router's entry ends by itself")
+            log.info("redis does not answer: this router's entry expires by itself")
         await self._redis.aclose()
 
     async def exchange(self) -> bool:
@@ -175,7 +175,7 @@ class SharedLoad:
         self._known = True
         if self._lost:
             self._lost = False
-            log.info("redis serves again: what other routers do counts again")
+            log.info("redis serves again: the load of other routers counts again")
         return self._take(own, replicas, began + LIFE_S, settled=settled)
 
     def _own(self, now: float) -> dict[str, list[float]]:

@@ -212,7 +212,7 @@ def _obstacle_text(obstacle: Refusal, tier: TierSnapshot, query: Query) -> str:
     if obstacle is Refusal.NO_ADAPTER:
         return f"does not offer the adapter {query.adapter}"
     if obstacle is Refusal.UNSUPPORTED:
-        return f"has a draft, with which vLLM takes no {query.undraftable}"
+        return f"has a draft, and with a draft vLLM does not support {query.undraftable}"
     if obstacle is Refusal.TOO_LONG:
         tokens = f"{query.prompt_tokens} prompt + {query.max_tokens} output tokens"
         return f"{tokens} exceed its context of {spec.max_model_len}"
@@ -258,7 +258,7 @@ def _full(tier: TierSnapshot, sequences: int) -> str:
     admitting = [r for r in ready if r.breaker.admits]
     if not admitting:
         wait_s = min(r.breaker.admits_in_s for r in ready)
-        return f"failed too often lately; the next try is in {wait_s:.1f} s"
+        return f"failed too often lately and gets requests again in {wait_s:.1f} s"
     limits = [min(r.limit, tier.spec.max_in_flight) for r in admitting]
     free = [r for r, limit in zip(admitting, limits, strict=True) if r.slots < limit]
     if not free:

@@ -29,9 +29,9 @@ def verdict(choice: Choice, estimate: Estimate) -> str:
     if chosen is None:
         return "not asked for"
     if estimate.loss.mean > estimate.allowed and choice.scarcity < 1:
-        return f"would get {one_in(estimate.loss.mean)} answers wrong; engines are not scarce enough for that"
+        return f"would get {one_in(estimate.loss.mean)} answers wrong, and engine time is not scarce enough for that"
     if chosen.cost is not None and estimate.cost is not None and estimate.under_load:
-        return f"would do, at {estimate.cost:.2g} engine-seconds instead of {chosen.cost:.2g}"
+        return f"would do, with {estimate.cost:.2g} engine-seconds instead of {chosen.cost:.2g}"
     return f"would do; {chosen.tier} was taken"
 
 
@@ -119,7 +119,7 @@ def _unfit(choice: Choice, estimate: Estimate) -> str:
     if choice.rank(name) < choice.rank(query.hint):
         return f"hint {query.hint} wants {query.hint} or higher"
     if choice.bound is not None and estimate.worst > choice.bound:
-        return f"{_kind(choice)}: {name} may get {estimate.worst:.3f} of answers wrong, {choice.bound:g} is allowed"
+        return f"{_kind(choice)}: {name} may get {estimate.worst:.3f} of answers wrong, {choice.bound:g} allowed"
     wrong = one_in(estimate.loss.mean)
     return f"{_kind(choice)}: {name} would get {wrong} answers wrong, more than policy.loss_budget allows"
 
@@ -128,7 +128,7 @@ def _slow_text(estimate: Estimate, query: Query, z: float) -> str:
     """Return which bound a tier's times break with the confidence asked for: of both, that on TTFT."""
     times, sla, found = estimate.times, query.sla, ""
     if times is None:
-        return "its speed is not measured yet, and latency is bound"
+        return "its speed is not measured yet, and the request limits latency"
     for name, expected, spread, bound in (
         ("TPOT", times.tpot_ms, times.tpot_spread, sla.tpot_ms),
         ("TTFT", times.ttft_ms, times.ttft_spread, sla.ttft_ms),
@@ -137,14 +137,14 @@ def _slow_text(estimate: Estimate, query: Query, z: float) -> str:
             continue
         safe = expected * math.exp(z * spread)
         if safe > bound:
-            unsure = "" if expected > bound else f", up to {safe:.0f} at the confidence asked for"
-            found = f"{name} of {expected:.0f} ms expected{unsure}, {bound:g} asked"
+            unsure = "" if expected > bound else f", up to {safe:.0f} at the requested confidence"
+            found = f"{name} of {expected:.0f} ms expected{unsure}, {bound:g} allowed"
     return found
 
 
 def _lossy_text(estimate: Estimate, query: Query) -> str:
     loss, bound = estimate.loss, query.sla.max_quality_loss
-    return f"it may get {estimate.worst:.3f} of answers wrong (expected {loss.mean:.3f}, {loss.basis}), {bound:g} asked"
+    return f"may get {estimate.worst:.3f} of answers wrong (expected {loss.mean:.3f}, {loss.basis}), {bound:g} allowed"
 
 
 def _no_better(asked: Sequence[Estimate]) -> str:
@@ -163,7 +163,7 @@ def _sorted_text(chosen: Estimate, sort: Sort) -> str:
     """Return what the choice by a request's own order rests on."""
     value = chosen.order(sort)
     if value == math.inf:
-        return f"sort {sort}: speed is not measured, so lowest precision that serves is {chosen.tier}"
+        return f"sort {sort}: speed is not measured, so {chosen.tier}, the lowest precision that may serve, was taken"
     what = {"price": "engine-seconds", "latency": "ms to the first token", "throughput": "ms a token"}[sort]
     return f"sort {sort}: {chosen.tier} has the least, {value:.2g} {what} expected"
 

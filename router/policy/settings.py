@@ -33,15 +33,15 @@ class PolicySettings(Section, reloads=AllBut({"profiles"})):
 
     loss_budget: Share | LikeTier = Field(
         LikeTier(),
-        description="Share of answers that may get worse than the highest precision's on a kind of prompt, while engine "
-        "time is scarce: a number, or what one tier loses: that tier may answer every prompt, and lower ones those on "
-        'which they lose no more than it does on average: `{ like = "balanced" }`. While engines have time to spare, or '
-        "at 0, only tiers that lose next to nothing serve in the highest precision's place.",
+        description="Largest share of answers that may get worse than the highest precision's, for a kind of prompt, while "
+        'engine time is scarce. A number, or `{ like = "balanced" }`: that tier may answer every prompt, lower tiers '
+        "those on which they lose no more than it does on average. While engines have time to spare, or at 0, only tiers "
+        "that lose next to nothing replace the highest precision.",
     )
     max_loss: dict[PromptClass, Share] = Field(
         {},
-        description="Most quality loss of each class, as a share of answers; a tier that may lose more is not used. "
-        "Classes that are not named have only the budget.",
+        description="Cap of the quality loss by class, as a share of answers: a tier that may lose more is not used. "
+        "Classes without a cap have only the budget.",
     )
     give_up: Literal["quality", "latency"] = Field(
         "latency", description="The bound that is given up first if no tier meets all bounds of a request."
@@ -53,7 +53,7 @@ class PolicySettings(Section, reloads=AllBut({"profiles"})):
     )
     profiles: Path = Field(
         default_factory=lambda: cache_dir() / "profiles",
-        description="Where `qarr profile` keeps its results. The served checkpoints' profile is used.",
+        description="Folder of the results of `qarr profile`. The served checkpoints' profile is used.",
     )
     max_slowdown: float = Field(
         4.0,

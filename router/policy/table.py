@@ -55,8 +55,8 @@ class LossTally:
 
     Attributes:
         answers: Their number.
-        lost: Of these, those that are expected to be worse than the highest precision's.
-        allowed: Of these, those that the loss budget would have allowed to be worse.
+        lost: Answers whose tier the policy chose that are expected to be worse than the highest precision's.
+        allowed: Answers whose tier the policy chose that the loss budget would have allowed to be worse.
     """
 
     answers: int = 0
@@ -229,9 +229,7 @@ def policy_table(
     specs, bounds = tuple(specs), {f"policy.max_loss.{kind.value}": most for kind, most in policy.max_loss.items()}
     for name, most in ({"policy.loss_budget": policy.loss_budget} | bounds).items():
         if not isinstance(most, LikeTier) and most > MOST_MEANT:
-            log.warning(
-                "%s = %g lets %s answers get worse: it counts answers, and no longer tokens", name, most, one_in(most)
-            )
+            log.warning("%s = %g lets %s answers get worse: it counts answers, not tokens", name, most, one_in(most))
     of_adapters: dict[str, dict[TierName, Losses]] = {}
     if adapters:
         of_adapters = {name: _losses(specs, found) for name, found in adapters.items()} | {"": _losses(specs, None)}

@@ -248,7 +248,7 @@ async def _times(response: httpx.Response, tier: TierName, begun: Callable[[], N
         last = now if b'"finish_reason":"' in chunk or b'"usage":{' not in chunk else last
         tail = (tail + chunk)[-2000:]
     if b"[DONE]" not in tail:
-        raise ProfileError(f"{tier} broke an answer off: {tail[-300:].decode(errors='replace')}")
+        raise ProfileError(f"{tier} cut an answer short: {tail[-300:].decode(errors='replace')}")
     return first, last
 
 

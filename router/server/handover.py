@@ -88,9 +88,9 @@ class HandoverClient:
         finally:
             self._connection.close()
         if answer.startswith(TAKEN):
-            raise TakenError(f"another router has taken over at {self._path} meanwhile: this one leaves")
+            raise TakenError(f"another router has taken over at {self._path} meanwhile: this one exits")
         if answer != LEAVING:
-            raise TakeoverError(f"the old router did not leave when asked at {self._path}: end it")
+            raise TakeoverError(f"the old router did not exit when asked at {self._path}: end it")
 
 
 @asynccontextmanager

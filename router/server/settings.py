@@ -44,17 +44,17 @@ class ServerSettings(Section, reloads=AllBut({"cors_origins", "host", "port", "r
     keep_alive_s: int = Field(
         75,
         ge=1,
-        description="Idle connections are kept this long: longer than proxies and clients keep them, so that none "
+        description="How long idle connections are kept: longer than proxies and clients keep them, so that none "
         "sends a request while the router closes.",
     )
     resume_streams: NonNegativeInt = Field(
-        256, description="Resumable streams at once; further ones are served, but cannot be resumed."
+        256, description="Most resumable streams at once; further ones are served, but cannot be resumed."
     )
     drain_s: NonNegativeFloat = Field(
         30, description="Time for open answers to finish after a signal, or after another router has taken over."
     )
     runtime_dir: Path = Field(
-        default_factory=runtime_dir, description="Where `qarr serve` listens for another router that takes over."
+        default_factory=runtime_dir, description="Folder of the socket by which another router takes over."
     )
 
 
@@ -64,7 +64,7 @@ class TlsSettings(Section, reloads=frozenset({"certificate", "key"})):
     certificate: Path | None = Field(
         None, description="PEM file of the router's certificate and those that sign it; with it, only HTTPS is served."
     )
-    key: Path | None = Field(None, description="PEM file of its key, without a password.")
+    key: Path | None = Field(None, description="PEM file of the certificate's key, without a password.")
     client_ca: Path | None = Field(
         None, description="PEM file of authorities: only clients with a certificate of one of them are served."
     )

@@ -23,9 +23,10 @@ class TelemetrySettings(Section, reloads=frozenset({"record_prompts", "log_level
 
     recent_requests: ClassVar[int] = 500  # ended ones in memory; as many that failed or missed their SLA besides
 
-    record_prompts: bool = Field(False, description="Put prompts on spans.")
+    record_prompts: bool = Field(False, description="Record prompts on spans.")
     trace_url: Annotated[str, AfterValidator(_viewer_address)] = Field(
-        "", description="Address of a trace in a trace viewer, with `{trace_id}` in it; answers then carry it."
+        "",
+        description="Address of a trace in a trace viewer, with `{trace_id}` in it; answers then have `x-qarr-trace-url`.",
     )
     sampled_prompts: Path | None = Field(
         None,

@@ -149,7 +149,7 @@ class Upstream:
                 taken.add(lease.replica.id)
                 if tried and not self._retries.spend():
                     lease.release()
-                    raise no_answer(tried.values(), *_causes(tried), "no further attempt, since too many fail")
+                    raise no_answer(tried.values(), *_causes(tried), "no retry, because too many requests fail")
                 self.retries[tier] += bool(tried)
                 try:
                     return await self._attempt(tier, lease, request, len(tried), sent_at)
@@ -362,7 +362,7 @@ def status_error(response: httpx.Response, body: bytes | None) -> UpstreamError:
     if (said := _said(body)) is None:
         return EngineFailedError(f"HTTP {status}, and not in vLLM's form")
     if status == httpx.codes.NOT_FOUND and said.get("param") == "model":  # the router has named it, not the caller
-        return EngineFailedError("it no longer serves the model that it did")
+        return EngineFailedError("it serves another model than before")
     return refusal(status, body)
 
 

@@ -20,11 +20,11 @@ class UpstreamSettings(Section, reloads=AllBut()):
     retry_reserve: ClassVar[int] = 50  # retries in that budget at the start, and at most
     breaker: ClassVar[BreakerOptions] = BreakerOptions()
 
-    first_token_timeout_s: PositiveFloat = Field(120, description="From sending a request to its first token.")
+    first_token_timeout_s: PositiveFloat = Field(120, description="Time from sending a request to its first token.")
     token_timeout_s: PositiveFloat = Field(60, description="Longest time between two tokens.")
     answer_timeout_s: PositiveFloat = Field(600, description="Time to the whole answer of an unstreamed request.")
     attempts: int = Field(
-        3, ge=1, description="Replicas tried before the first byte, and the most failovers of one answer."
+        3, ge=1, description="Most replicas tried before the first byte, and most failovers of one answer."
     )
 
 
@@ -61,19 +61,19 @@ class OverflowSettings(Section, reloads=AllBut()):
 
     url: Annotated[str, AfterValidator(_overflow_address)] = Field(
         "",
-        description="Base address, as `https://api.example.com/v1`: https, or http on this machine. Prompts that it answers "
-        "leave the router's own engines. Empty: requests that all tiers are too full for are refused.",
+        description="Base address, as `https://api.example.com/v1`: https, or http on this machine. Prompts are sent to it "
+        "when every tier is full. Empty: such requests are refused.",
     )
     api_key: Annotated[SecretStr, AfterValidator(_secret_header_value)] = Field(
-        SecretStr(""), description="Key for it, sent nowhere else; empty: none is sent."
+        SecretStr(""), description="Key for the overflow, sent nowhere else; empty: none is sent."
     )
-    model: str = Field("", description="Name of the model to ask it for.")
+    model: str = Field("", description="Model to ask the overflow for.")
     name: str = Field(
         "",
         pattern=r"^[A-Za-z0-9._-]{0,64}$",
-        description="What answers and records call it; empty: the host of `overflow.url`.",
+        description="Name of the overflow in answers and records; empty: the host of `overflow.url`.",
     )
-    max_in_flight: int = Field(16, ge=1, description="Most requests that it has at once.")
+    max_in_flight: int = Field(16, ge=1, description="Most requests that are there at once.")
 
     @model_validator(mode="after")
     def _complete(self) -> OverflowSettings:

@@ -164,7 +164,7 @@ class Connection(asyncio.Protocol):
         if left_s > 0:
             self.timer = asyncio.get_running_loop().call_later(left_s, self.look, limit_s)
         else:
-            self._failed(httpx.ReadTimeout(f"nothing came for {limit_s:g} s"))
+            self._failed(httpx.ReadTimeout(f"no data for {limit_s:g} s"))
 
     def _wake(self) -> None:
         if self.waiter is not None and not self.waiter.done():

@@ -1,4 +1,4 @@
-"""Four routers on one machine over one Redis, behind nginx, set up by the commands of docs/outgrowing.md.
+"""Four routers on one machine over one Redis, behind nginx, set up by the commands of docs/scaling.md.
 
 The commands run as they stand. What they name of the machine is replaced: ports, and /etc by a folder. ``systemctl`` is a
 stand-in that starts the command of the unit file; nginx and redis-server are the real programs.
@@ -74,9 +74,7 @@ class Machine:
 
 
 def commands() -> str:
-    section = (
-        (ROOT / "docs/outgrowing.md").read_text("utf-8").partition("\n## Several routers")[2].partition("\n## ")[0]
-    )
+    section = (ROOT / "docs/scaling.md").read_text("utf-8").partition("\n## Several routers")[2].partition("\n## ")[0]
     (block,) = re.findall(r"^```bash\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     return str(block)
 

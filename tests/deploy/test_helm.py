@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from router.settings import load_settings
-from tests.deploy.charts import CHART, NAMESPACE, SAMPLES, Release, argument, image_environment, release, rendered, tool
+from tests.deploy.charts import NAMESPACE, SAMPLES, Release, argument, image_environment, release, rendered, tool
 from tests.deploy.services import DEPLOY, program
 from tests.deploy.test_prometheus import NAME, known
 from tests.unit.router_stack import router_stack
@@ -297,36 +297,3 @@ def test_callers_reach_what_nginx_lets_through(releases: dict[str, Release]) -> 
     paths = {path["path"] for path in ingress["spec"]["rules"][0]["http"]["paths"]}
     text = (DEPLOY / "nginx/qarr.conf").read_text("utf-8")
     assert paths == {found.rstrip("/") for found in re.findall(r"location (?:= )?(/\S+) \{", text)}
-
-
-def test_the_readme_has_every_value() -> None:
-    """Its table is the values file: each value with its default and meaning."""
-    found = (CHART / "README.md").read_text("utf-8").partition("<!-- values -->\n")[2].partition("<!-- end -->")[0]
-    assert found == values_table(), "run .venv/bin/python -m tests.deploy.test_helm"
-
-
-def values_table() -> str:
-    """Return the values as a table: names by section, defaults, and the comments beside them."""
-    rows, sections = ["| value | default | meaning |", "| --- | --- | --- |"], [""]
-    defaults = yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))
-    for line in (CHART / "values.yaml").read_text("utf-8").splitlines():
-        parsed = re.match(r"( *)([\w-]+):(.*)$", line)
-        if not parsed or line.startswith("#"):
-            continue
-        depth = len(parsed[1]) // 2
-        sections[depth:] = [parsed[2]]
-        value: Any = defaults
-        for key in sections:
-            value = value[key]
-        meaning = parsed[3].partition(" # ")[2] if " # " in parsed[3] else ""
-        if not isinstance(value, dict) or not value or "{" in parsed[3]:
-            rows.append(f"| `{'.'.join(sections)}` | `{json.dumps(value)}` | {meaning} |")
-        elif meaning:
-            rows.append(f"| `{'.'.join(sections)}` | | {meaning} |")
-    return "\n".join(rows) + "\n"
-
-
-if __name__ == "__main__":
-    readme = CHART / "README.md"
-    before, _, rest = readme.read_text("utf-8").partition("<!-- values -->\n")
-    readme.write_text(f"{before}<!-- values -->\n{values_table()}<!-- end -->{rest.partition('<!-- end -->')[2]}")

@@ -1,4 +1,4 @@
-"""The commands of the README and of docs/routing.md, run as they stand there."""
+"""The commands of the README, docs/routing.md and docs/classifier.md, run as they stand there."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_tiers_lists_the_fleet(up: Up) -> None:
 
 
 def test_classify_explains_a_prompt() -> None:
-    """The README's classify command, with ``--json``, prints the features for programs."""
-    found = json.loads(_run(_command(".venv/bin/qarr classify") + " --json"))
+    """The classify command of docs/classifier.md, with ``--json``, prints the features for programs."""
+    found = json.loads(_run(_command(".venv/bin/qarr classify", "docs/classifier.md") + " --json"))
     assert (found["class"], found["asks_for_code"], found["language"]) == ("code", True, "sql")
     assert found["tokens_exact"] is True
 

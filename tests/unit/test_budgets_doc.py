@@ -1,4 +1,4 @@
-"""The commands of docs/budgets.md, run as they stand against a router with keys."""
+"""The commands of docs/security.md about budgets, run as they stand against a router with keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from router.section import PROJECT
 from tests.unit.router_stack import router_stack
 
 pytestmark = pytest.mark.anyio
-BLOCKS = re.findall(r"^```bash\n(.*?)^```", (PROJECT / "docs/budgets.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+SECTION = (PROJECT / "docs/security.md").read_text("utf-8").partition("\n## Budgets")[2].partition("\n## ")[0]
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL)
 
 
 async def run(commands: str, **env: str) -> str:

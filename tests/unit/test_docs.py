@@ -30,7 +30,7 @@ def _generated() -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["settings.md", "settings.schema.json", "cli.md", "predictions.md", "planning.md", "../README.md"]
+    "name", ["settings.md", "settings.schema.json", "cli.md", "routing.md", "planning.md", "../README.md"]
 )
 def test_generated_docs_are_current(name: str) -> None:
     """docs/, and README's figures, are what scripts/docs.py writes now."""
@@ -66,13 +66,14 @@ def test_the_commands_for_operators_are_there() -> None:
 @pytest.mark.parametrize(
     "document",
     [
-        "first-fault.md",
         "install.md",
+        "limits.md",
         "observing.md",
-        "outgrowing.md",
-        "page.md",
         "routing.md",
         "runbooks.md",
+        "scaling.md",
+        "security.md",
+        "troubleshooting.md",
     ],
 )
 def test_commands_beside_others_are_there(document: str) -> None:
@@ -85,8 +86,8 @@ def test_commands_beside_others_are_there(document: str) -> None:
 
 
 def test_the_variables_for_more_machines_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every QARR_ variable that docs/outgrowing.md sets is a setting, and takes the value."""
-    text = (ROOT / "docs/outgrowing.md").read_text("utf-8")
+    """Every QARR_ variable that docs/scaling.md sets is a setting, and takes the value."""
+    text = (ROOT / "docs/scaling.md").read_text("utf-8")
     given = re.findall(r"(QARR_\w+)=(\S+) ", text)
     assert len(given) > 3
     for name, value in given:
@@ -96,9 +97,8 @@ def test_the_variables_for_more_machines_are_settings(monkeypatch: pytest.Monkey
 
 
 def test_what_the_documents_call_tested_is_tested() -> None:
-    """Every test that docs/openai.md and docs/anthropic.md name is there."""
-    texts = [(ROOT / "docs" / name).read_text("utf-8") for name in ("openai.md", "anthropic.md")]
-    named = {name for text in texts for name in re.findall(r"`(test_\w+)` \|", text)}
+    """Every test that docs/openai.md names is there."""
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs/openai.md").read_text("utf-8")))
     assert len(named) > 10
     tests = "".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     assert {name for name in named if f"def {name}(" not in tests} == set()
@@ -130,7 +130,7 @@ def test_prose_is_narrow(document: Path) -> None:
     assert [line for line in _prose(document).splitlines() if len(line) > 120 and not line.startswith("|")] == []
 
 
-@pytest.mark.parametrize(("name", "words"), [("README.md", 900), ("ARCHITECTURE.md", 1200)])
+@pytest.mark.parametrize(("name", "words"), [("README.md", 700), ("ARCHITECTURE.md", 1200)])
 def test_the_first_documents_are_short(name: str, words: int) -> None:
     assert len((ROOT / name).read_text("utf-8").split()) <= words
 
@@ -142,7 +142,7 @@ def test_decisions_are_short_and_listed() -> None:
     for record in DECISIONS:
         text = record.read_text("utf-8")
         parts = [] if "\nSuperseded: " in text else ["Context", "Decision", "Consequence"]
-        assert re.findall(r"^## (.*)$", text, re.MULTILINE) == parts, record.name
+        assert re.findall(r"^\*\*(\w+)\.\*\* ", text, re.MULTILINE) == parts, record.name
         assert text.startswith(f"# {int(record.name[:4])}. ")
         assert len(text.split()) < 200, record.name
         assert f"({record.name})" in index

@@ -1,4 +1,4 @@
-"""What docs/overflow.md shows and says, held to the code."""
+"""What docs/scaling.md shows and says of the overflow, held to the code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.settings import load_settings
 from router.upstream.overflow import _LEFT_OUT
 from router.upstream.settings import OverflowSettings
 
-TEXT = (PROJECT / "docs/overflow.md").read_text("utf-8")
+TEXT = (PROJECT / "docs/scaling.md").read_text("utf-8").partition("\n## Overflow")[2]
 BLOCKS = dict(re.findall(r"^```(\w+)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL))
 
 

@@ -186,7 +186,7 @@ def check_whole(folder: Path) -> None:
             size, (length, tensors) = (folder / name).stat().st_size, _header(folder / name)
             announced = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
             if size != announced:
-                raise CheckpointError(f"{folder / name} has {size} bytes, its header says {announced}: it is not whole")
+                raise CheckpointError(f"{folder / name} has {size} bytes, its header says {announced}: incomplete")
     except FileNotFoundError as error:
         raise CheckpointError(f"{error.filename} is missing") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

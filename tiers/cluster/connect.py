@@ -46,7 +46,7 @@ def connect(address: str) -> None:
             f"environment of the same project version ('scripts/setup ray'), or set ray.python. Ray says: {_one_line(error)}"
         ) from error
     except RayError as error:
-        raise ClusterError(f"the Ray cluster at {address} does not let us in: {_one_line(error)}") from error
+        raise ClusterError(f"the Ray cluster at {address} refuses this client: {_one_line(error)}") from error
     except (ConnectionError, TimeoutError, ValueError, OSError) as error:
         raise ClusterError(_absent(address, _one_line(error))) from error
     finally:

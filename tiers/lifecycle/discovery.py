@@ -115,7 +115,7 @@ class Discovery:
 
     def _well(self, key: str, shown: str) -> None:
         if self._fleet.notes.pop(key, None) is not None:
-            log.info("%s is followed again", shown)
+            log.info("%s is read again", shown)
 
 
 def at_address(url: str, address: str) -> str:
@@ -133,7 +133,7 @@ def read_file(path: Path) -> bytes:
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise DiscoveryError("it is no ordinary file")
+            raise DiscoveryError("it is not a regular file")
         with path.open("rb") as file:
             read = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
@@ -160,7 +160,7 @@ def parse_file(read: bytes, tiers: Sequence[TierName]) -> Members:
     known, found = {str(tier): tier for tier in tiers}, {}
     for name, urls in named.items():
         if name not in known:
-            raise DiscoveryError("it names a tier that there is not", f"{name[:100]!r}; allowed: {', '.join(known)}")
+            raise DiscoveryError("it names an unknown tier", f"{name[:100]!r}; allowed: {', '.join(known)}")
         if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
             raise DiscoveryError(f"{name} is no list of addresses")
         for url in urls:

@@ -252,7 +252,7 @@ class Operations:
             operation.end("failed", "broken off")
             raise
         except Exception as error:
-            operation.end("failed", f"{type(error).__name__}: {error}; the router's log has where it came from")
+            operation.end("failed", f"{type(error).__name__}: {error}; the router's log has the traceback")
             log.exception("%s of %s failed", operation.kind, operation.replica)
         finally:
             if self._running.get(operation.replica) is operation:
@@ -337,7 +337,7 @@ class Operations:
         if not any(r.state.status is ReplicaStatus.READY for r in others):
             raise NotPossibleError(
                 f"no other replica is ready, and there is no memory for a second engine beside {engine.replica.id}: "
-                f"nothing would serve meanwhile; 'restart' does it all the same"
+                f"nothing would serve meanwhile; 'restart' does it anyway"
             )
 
 

@@ -211,7 +211,7 @@ class Supervisor:
         if engine.replica.state.status is ReplicaStatus.DRAINING:
             self._mark(engine.replica, ReplicaStatus.READY, engine.remark)
         elif engine.replica.state.status is ReplicaStatus.QUARANTINED:
-            self._mark(engine.replica, ReplicaStatus.WARMING, "checked again, as asked for")
+            self._mark(engine.replica, ReplicaStatus.WARMING, "checked again, as an operator asked")
             engine.again.set()
 
     def start_beside(self, engine: Engine) -> Engine:
@@ -333,14 +333,14 @@ class Supervisor:
         if isinstance(error, TierError):
             return error
         self._faults.log(error, f"{engine.replica.id}: unexpected error")
-        return EngineError(f"{type(error).__name__}: {error}; the router's log has where it came from")
+        return EngineError(f"{type(error).__name__}: {error}; the router's log has the traceback")
 
     async def _after(self, engine: Engine, error: TierError, ready_s: float) -> str:
         """Wait until an engine that has ended is to be restarted; return the reason for the restart."""
         replica, watchdog, restarts, detail = engine.replica, self._options.watchdog, engine.restarts, str(error)
         if engine.less is not None and not engine.was_ready:
             detail = (
-                f"{engine.less}, in vain: free memory, lower tiers.{replica.spec.name}.max_model_len or "
+                f"{engine.less}, but it still does not fit: free memory, lower tiers.{replica.spec.name}.max_model_len or "
                 f"engine.cpu_kv_cache_gib, or run the tier elsewhere. The last end: {error}"
             )
         delay_s = None

@@ -353,7 +353,7 @@ def judge_fleet(fleet: dict[str, Any]) -> Iterator[Finding]:
                 yield warning(found, "wait, or 'qarr tiers resume' it, if it was drained", name)
             elif state == "quarantined":
                 yield problem(
-                    found, f"mend it where it runs; 'qarr tiers resume {replica['id']}' checks it again", name
+                    found, f"repair it where it runs; 'qarr tiers resume {replica['id']}' checks it again", name
                 )
             else:
                 then = f"{logs}', correct the cause, then 'qarr tiers restart {replica['id']}'"

@@ -253,7 +253,12 @@ async def test_errors_have_the_form_of_their_api(tmp_path: Path, path: str) -> N
             (await ask(stack, path, **long(300_000)), 413, "request_too_large", "at most"),
             (await ask(stack, path, **{list(BODIES[path])[1]: -1}), 400, "invalid_request_error", "below 1"),
             (await stack.client.get(f"{stack.url}{path}"), 405, "invalid_request_error", "POST"),
-            (await stack.client.post(f"{stack.url}{path}/x/y/z"), 404, "not_found_error", "nothing at this path"),
+            (
+                await stack.client.post(f"{stack.url}{path}/x/y/z"),
+                404,
+                "not_found_error",
+                "nothing is served at this path",
+            ),
         ]
         for engine in stack.engines.values():
             engine.delay_s = 0.1

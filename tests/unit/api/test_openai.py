@@ -312,7 +312,7 @@ async def test_parameters_that_a_draft_forbids_are_routed_around_it(tmp_path: Pa
             assert (await chat(stack, **given)).headers["x-qarr-tier"] != "fast"
         required = await chat(stack, min_p=0.1, model="fast")
         assert (required.status_code, required.json()["error"]["code"]) == (400, "unsupported_parameter")
-        assert "fast has a draft, with which vLLM takes no min_p" in required.json()["error"]["message"]
+        assert "fast has a draft, and with a draft vLLM does not support min_p" in required.json()["error"]["message"]
 
 
 async def test_vllms_own_priority_is_kept(tmp_path: Path) -> None:

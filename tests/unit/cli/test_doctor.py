@@ -153,7 +153,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-100])
     assert judged()[0] is PROBLEM
-    assert "it is not whole" in judged()[1]
+    assert "incomplete" in judged()[1]
     weights.write_bytes(whole)
     (folder / "tokenizer.json").write_text('{"version": "2.0"}')
     assert "tokenizer changed" in judged()[1]

@@ -96,7 +96,7 @@ def test_serve_without_engines_says_what_to_give() -> None:
 @pytest.mark.parametrize(
     ("args", "settings", "said"),
     [
-        (("--fast", "notaurl"), {}, "tiers.fast.urls.0: this is no address"),
+        (("--fast", "notaurl"), {}, "tiers.fast.urls.0: not an address"),
         (("--fast", "http://h:1", "--tokenizer", "/nope"), {}, "--tokenizer: /nope is no folder"),
         (("--fast", "http://h:1", "--tokenizer", "/proc"), {}, "--tokenizer: /proc has no tokenizer.json"),
         (

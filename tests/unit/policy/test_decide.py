@@ -112,7 +112,7 @@ def test_what_a_draft_forbids_goes_to_tiers_without_one() -> None:
     assert decide(query(), some, TABLE).tier is FAST
     decision = decide(query(undraftable="min_p"), some, TABLE)
     assert (decision.tier, FAST in fallbacks(decision)) == (BALANCED, False)
-    assert said(decision)[0] == "has a draft, with which vLLM takes no min_p"
+    assert said(decision)[0] == "has a draft, and with a draft vLLM does not support min_p"
     every = structs.replace(
         given, tiers=tuple(structs.replace(t, spec=replace(t.spec, draft=Draft("ngram", 4))) for t in given.tiers)
     )
@@ -207,7 +207,7 @@ def test_sla_excludes_slow_and_lossy_tiers() -> None:
     assert decide(query(sla=Sla(tpot_ms=15)), fleet(speeds=speeds), TABLE).tier is FAST
     loss = decide(query(sla=Sla(max_quality_loss=0.001)), fleet(speeds=speeds), TABLE)
     assert loss.tier is PRECISE
-    assert said(loss)[0] == ("it may get 0.001 of answers wrong (expected 0.001, measured on 40 answers), 0.001 asked")
+    assert said(loss)[0] == ("may get 0.001 of answers wrong (expected 0.001, measured on 40 answers), 0.001 allowed")
 
 
 def test_sla_that_nothing_meets_is_set_aside_or_refused() -> None:
@@ -218,7 +218,7 @@ def test_sla_that_nothing_meets_is_set_aside_or_refused() -> None:
     assert "no tier is expected to meet the SLA" in preferred.reason
     required = decide(query(sla=Sla(ttft_ms=1), require=True), fleet(speeds=speeds), TABLE)
     assert required.refusal is Refusal.SLA_UNMET
-    assert "TTFT of 120 ms expected, 1 asked" in required.reason
+    assert "TTFT of 120 ms expected, 1 allowed" in required.reason
 
 
 def test_slow_lower_precision_is_passed_over() -> None:
@@ -288,7 +288,7 @@ def test_cheapest_within_the_budget() -> None:
     assert code.tier is PRECISE  # fast loses too much, and balanced would do at a higher cost
     assert said(code) == [
         "code, moderate: fast would get 1 in 5 answers wrong, more than policy.loss_budget allows",
-        "would do, at 40 engine-seconds instead of 6.3",
+        "would do, with 40 engine-seconds instead of 6.3",
         CHOSEN,
     ]
 
@@ -302,7 +302,7 @@ def test_at_idle_nothing_is_given_up() -> None:
         "code, moderate: fast would get about 1 in 5 answers wrong that precise gets right (measured on 40 answers); "
         "balanced 1 in 33"
     )
-    assert said(decision)[1] == "would get 1 in 33 answers wrong; engines are not scarce enough for that"
+    assert said(decision)[1] == "would get 1 in 33 answers wrong, and engine time is not scarce enough for that"
 
 
 def test_as_the_highest_precision_fills_up_more_loss_is_allowed() -> None:

@@ -145,7 +145,7 @@ def test_old_numbers_that_counted_tokens_are_warned_about(caplog: pytest.LogCapt
     """A twentieth of answers is more than anybody means."""
     policy_table(settings(loss_budget=0.2, max_loss={"chat": 0.3, "code": 0.01}), made_fleet().specs)
     assert [r.getMessage() for r in caplog.records] == [
-        f"{name} = {value} lets 1 in {n} answers get worse: it counts answers, and no longer tokens"
+        f"{name} = {value} lets 1 in {n} answers get worse: it counts answers, not tokens"
         for name, value, n in (("policy.loss_budget", 0.2, 5), ("policy.max_loss.chat", 0.3, 3))
     ]
 

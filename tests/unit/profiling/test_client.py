@@ -122,7 +122,7 @@ async def test_an_answer_that_breaks_off_is_an_error(tmp_path: Path) -> None:
     async with router_stack(tmp_path) as stack, RouterClient(stack.url, "") as client:
         for engine in stack.engines.values():
             engine.error_after = 2
-        with pytest.raises(ProfileError, match="fast broke an answer off"):
+        with pytest.raises(ProfileError, match="fast cut an answer short"):
             await client.time(FAST, [1], 5, nothing)
 
 

@@ -117,7 +117,7 @@ async def test_answers_are_recorded_anew_by_command(tmp_path: Path, monkeypatch:
     async with own_engines(tmp_path, monkeypatch, canary=canary):
         pass
     done = subprocess.run([QARR, "tiers", "record", "fast"], capture_output=True, text=True, check=True)  # noqa: ASYNC221
-    assert done.stdout.startswith("1 records of fast forgotten")
+    assert done.stdout.startswith("1 records of fast deleted")
     async with own_engines(tmp_path, monkeypatch, behaviour={"first_id": 5}, canary=canary):
         (record,) = read_golden(canary.path)
         assert record.tokens[0][0] == 5

@@ -58,10 +58,10 @@ def reasons(supervisor: Supervisor) -> list[str]:
         ("{", "it is not JSON: "),
         ("\udcff", "it is not JSON: "),
         ('["http://e"]', "it is no object such as "),
-        ('{"slow": []}', "it names a tier that there is not: 'slow'; allowed: fast, precise"),
+        ('{"slow": []}', "it names an unknown tier: 'slow'; allowed: fast, precise"),
         ('{"fast": "http://e"}', "fast is no list of addresses"),
         ('{"fast": [1]}', "fast is no list of addresses"),
-        ('{"fast": ["ftp://e"]}', "fast has an address that cannot be used: 'ftp://e': this is no address that begins"),
+        ('{"fast": ["ftp://e"]}', "fast has an address that cannot be used: 'ftp://e': not an address with http"),
         ('{"fast": ["http://e/v1"]}', "fast has an address that cannot be used: 'http://e/v1': the address ends with"),
         ('{"fast": ["http://u:secret@e"]}', "fast has an address that cannot be used: 'e': user and password"),
         ('{"fast": ["http://e", "http://E/"]}', "it names an engine twice: http://E/"),
@@ -86,7 +86,7 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     """A pipe would be waited for; something endless would fill the memory."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "big").write_bytes(b" " * (MOST_BYTES + 1))
-    for name, wrong in (("none", "missing"), ("pipe", "no ordinary file"), ("big", "more than 1048576 bytes")):
+    for name, wrong in (("none", "missing"), ("pipe", "not a regular file"), ("big", "more than 1048576 bytes")):
         with pytest.raises(DiscoveryError, match=wrong):
             read_file(tmp_path / name)
 
@@ -131,11 +131,11 @@ async def test_a_file_that_vanishes_takes_no_engine_away(tmp_path: Path, caplog:
             await until(lambda: not reasons(supervisor))
             assert ids(supervisor) == ["fast-0"]
     told = [record.getMessage() for record in caplog.records]
-    wrong = "this is no address that begins with http:// or https:// and names a host; its last engines stay"
+    wrong = "not an address with http:// or https:// and a host; its last engines stay"
     assert told == [
         f"discovery.file {path}: it is missing; its last engines stay",
         f"discovery.file {path}: fast has an address that cannot be used: 'nowhere': {wrong}",
-        f"discovery.file {path} is followed again",
+        f"discovery.file {path} is read again",
     ]
 
 

@@ -73,7 +73,10 @@ async def test_an_engine_that_never_fits_says_what_was_tried(tmp_path: Path, mon
         detail = own.first.state.detail or ""
         assert "KV cache 0.25 instead of 0.5 GiB" in detail
         assert "context 512 instead of 1024 tokens" in detail
-        assert "in vain: free memory, lower tiers.fast.max_model_len or engine.cpu_kv_cache_gib" in detail
+        assert (
+            "but it still does not fit: free memory, lower tiers.fast.max_model_len or engine.cpu_kv_cache_gib"
+            in detail
+        )
     other = tmp_path / "other"
     other.mkdir()
     async with own_engines(

@@ -132,7 +132,7 @@ async def test_attempts_are_bounded() -> None:
 async def test_a_spent_budget_ends_the_attempts() -> None:
     """The second replica's slot, taken for nothing, is given back."""
     async with upstream_stack({"retry_reserve": 0}, fast=Behaviour(status=500)) as stack:
-        with pytest.raises(NoEngineAnsweredError, match=r"fast-0: HTTP 500; no further attempt, since too many fail"):
+        with pytest.raises(NoEngineAnsweredError, match=r"fast-0: HTTP 500; no retry, because too many requests fail"):
             await stack.upstream.open(stack.decision(FAST), HI)
         assert (stack.asked(), stack.held()) == ([1, 0, 0], 0)
 
