@@ -23,8 +23,8 @@ def explain(text: str, most: int = 5) -> dict[str, list[tuple[str, float]]]:
         WeightsError: The weights that come with the package cannot be read.
     """
     model, line = shipped_model(), line_of(text)
-    whole, nothing = model.read(line)[0], model.read("")[0]
-    alone = {word: model.read(word)[0] for word in dict.fromkeys(line.split(" ")[:WORDS])}
+    whole, nothing = model.read(line, 0)[0], model.read("", 0)[0]
+    alone = {word: model.read(word, 0)[0] for word in dict.fromkeys(line.split(" ")[:WORDS])}
     likeliest = CLASSES + whole[CLASSES:].index(max(whole[CLASSES:]))
     told = {}
     for output in (ASKS, CONTAINS, likeliest, COMPLEX):

@@ -29,8 +29,9 @@ CLASSES = COMPLEX + 1  # where the outputs of the classes start
 OUTPUTS = ("has code", "asks", "contains", "beyond trivial", "complex", *JUDGED)
 LABEL, LANGUAGE = "__label__", "__label__language:"
 LABELS = {f"{LABEL}{output.replace(' ', '-')}": number for number, output in enumerate(OUTPUTS)}
-HEAD_CHARS, TAIL_CHARS = 1000, 400  # of a text that is longer, what is read
-LEAST = 1e-3  # probabilities below it are not told apart
+HEAD_CHARS, TAIL_CHARS = 950, 350  # of a text that is longer, what is read
+LEAST = 1e-3  # probabilities below it are not told apart: naming them takes time
+SMALLEST = 1e-4  # probability
 MOST = 30.0  # log-odds
 _PARTS = re.compile(r"[^\W\d_]+|\d|\n|[^\w\s]+|_+")
 _ASCII_PARTS = re.compile(r"[a-z]+|[0-9]|\n|[^a-z0-9_\s\x1c-\x1f]+|_+", re.ASCII)  # the same, faster
@@ -90,13 +91,13 @@ class Model:
                 marks += (name,)
         return Prediction(has, asks, contains, more, most, classes, language if has >= _EVEN else None, marks)
 
-    def read(self, line: str) -> tuple[list[float], str | None]:
+    def read(self, line: str, least: float = LEAST) -> tuple[list[float], str | None]:
         """Return the log-odds of each output for a line, and the likeliest programming language."""
         odds, language = list(self.least), None
-        for probability, label in self.fast.f.predict(line + "\n", -1, LEAST, "strict"):
+        for probability, label in self.fast.f.predict(line + "\n", -1, least, "strict"):
             number = LABELS.get(label)
             if number is not None:
-                own = log(probability / max(1 - probability, LEAST))
+                own = log(max(probability, SMALLEST) / max(1 - probability, SMALLEST))
                 odds[number] = self.slope[number] * own + self.shift[number]
             elif language is None:  # the likeliest come first
                 language = label.removeprefix(LANGUAGE)

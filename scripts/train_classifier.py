@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import fasttext
 
+from classifier.features import BEYOND_TRIVIAL as ENOUGH
 from classifier.kinds import JUDGED, Complexity, PromptClass
 from classifier.model import (
     ABOUT_FILE,
@@ -68,6 +69,7 @@ ALIASES = {
     "ladder logic": "ladder", "apache": "apacheconf", "plsql": "sql", "psql": "sql", "mysql": "sql", "elisp": "lisp",
     "vue-html": "html", "spl": "splunk", "cron": "bash",
 }  # fmt: skip
+THRESHOLDS = {BEYOND_TRIVIAL: math.log(ENOUGH / (1 - ENOUGH))}  # log-odds from which an output holds; 0 of the others
 NAMES = {number: label for label, number in LABELS.items()}
 
 
@@ -85,7 +87,10 @@ def main() -> None:
     groups = [group_of(prompt, left_out) for prompt in prompts]
     scores, tests = leave_out(prompts, labels, groups)
     if options.left_out:
-        figures = [measure(prompts, labels, scores, test) for test in tests]
+        figures = []
+        for test in tests:  # calibrated on the other parts
+            known = calibrate(labels, scores, [row for other in tests if other is not test for row in other])
+            figures.append(measure(prompts, labels, calibrated(scores, *known), test))
         for name in figures[0]:
             values = [each[name] for each in figures if not math.isnan(each[name])]
             print(f"{name:38}{fmean(values):.3f} ± {pstdev(values):.3f}")
@@ -313,10 +318,14 @@ def measure(
         return lambda row: NAMES[output] in labels[row]
 
     def found(output: int) -> Callable[[int], bool]:
-        return lambda row: scores[row][output] >= 0
+        return lambda row: scores[row][output] >= THRESHOLDS.get(output, 0.0)
 
     def share(output: int, wanted: bool, among: Sequence[int]) -> float:  # noqa: FBT001
-        return fmean((scores[row][output] >= 0) is wanted for row in among) if among else math.nan
+        return (
+            fmean((scores[row][output] >= THRESHOLDS.get(output, 0.0)) is wanted for row in among)
+            if among
+            else math.nan
+        )
 
     prose = [row for row in rows if not holds(HAS)(row)]
     alike = [row for row in prose if prompts[row].get("pair")]

@@ -124,7 +124,7 @@ def test_the_words_that_ask_for_code_weigh_most() -> None:
     told, model = explain("please write quicksort in rust for my aunt", most=3)["asks"], shipped_model()
     assert {"quicksort", "rust"} & {word for word, _ in told}
     word, weight = told[0]
-    assert weight == pytest.approx(model.read(word)[0][1] - model.read("")[0][1], abs=0.01)
+    assert weight == pytest.approx(model.read(word, 0)[0][1] - model.read("", 0)[0][1], abs=0.01)
 
 
 def test_shipped_weights_say_where_they_come_from() -> None:
