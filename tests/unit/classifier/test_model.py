@@ -119,12 +119,12 @@ def test_any_text_is_explained(text: str) -> None:
         assert weights == sorted(weights, reverse=True)
 
 
-def test_the_words_that_ask_for_code_weigh_most() -> None:
-    """What is told of a word is what it says alone, beyond a text of none."""
+def test_the_pairs_that_ask_for_code_weigh_most() -> None:
+    """What is told of two words is what they say alone, beyond an empty text."""
     told, model = explain("please write quicksort in rust for my aunt", most=3)["asks"], shipped_model()
-    assert {"quicksort", "rust"} & {word for word, _ in told}
-    word, weight = told[0]
-    assert weight == pytest.approx(model.read(word, 0)[0][1] - model.read("", 0)[0][1], abs=0.01)
+    assert {"write quicksort", "in rust"} & {pair for pair, _ in told}
+    pair, weight = told[0]
+    assert weight == pytest.approx(model.read(pair, 0)[0][1] - model.read("", 0)[0][1], abs=0.01)
 
 
 def test_shipped_weights_say_where_they_come_from() -> None:

@@ -42,9 +42,9 @@ def test_the_running_router_is_asked() -> None:
 def test_what_weighed_most_is_told() -> None:
     """Each reason names an output, a piece of the prompt and its log-odds, for programs and for people."""
     prompt = "Write a Python function that merges two sorted lists."
-    assert "write" in dict(json.loads(qarr("classify", "--json", prompt).stdout)["why"]["asks"])
+    assert "write a" in dict(json.loads(qarr("classify", "--json", prompt).stdout)["why"]["asks"])
     lines = dict(re.split(r" {2,}", line, maxsplit=1) for line in qarr("classify", prompt).stdout.splitlines() if line)
-    assert (lines["code"], "'write' +" in lines["asks"]) == ("asks for python", True)
+    assert (lines["code"], "'write a' +" in lines["asks"]) == ("asks for python", True)
 
 
 def test_an_empty_prompt_is_one() -> None:
