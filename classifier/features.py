@@ -17,7 +17,7 @@ _EVEN = 0.5
 BEYOND_TRIVIAL = (
     0.6  # probability from which work is more than trivial: 85 % of trivial prose is found, 10 % of other called it
 )
-DOUBT = 0.2  # distance of the probability of code from even, below which a second look may change the answer
+DOUBT = 0.18  # distance of the probability of code from even, below which a second look may change the answer
 _WIDE = re.compile("[\u2e80-\U0010ffff]")  # from here on scripts without spaces, about a token a character
 _WHITE_OR_NOT = b"".join(b" " if chr(byte).isspace() else b"x" for byte in range(256))
 

@@ -79,6 +79,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, action="append", required=True, help="folder or file of JSON lines")
     parser.add_argument("--output", type=Path, default=WEIGHTS_FILE, help="weights file (default: the package's)")
     parser.add_argument("--left-out", choices=("batch", "domain", "language"), help="report instead")
+    parser.add_argument(
+        "--worst", type=int, default=0, help="with it: print so many of the worst errors about code too"
+    )
     options = parser.parse_args()
     prompts, data = read_prompts(options.data)
     prompts = choose(prompts, random.Random(0))
@@ -94,6 +97,7 @@ def main() -> None:
         for name in figures[0]:
             values = [each[name] for each in figures if not math.isnan(each[name])]
             print(f"{name:38}{fmean(values):.3f} ± {pstdev(values):.3f}")
+        print_worst(prompts, labels, scores, options.worst)
         return
     rows = [row for test in tests for row in test]
     slope, shift = calibrate(labels, scores, rows)
@@ -344,6 +348,16 @@ def measure(
         "F1 of classes, mean": fmean(of_classes) if of_classes else math.nan,
         "calibration error of has code": calibration_error([(scores[row][HAS], holds(HAS)(row)) for row in rows]),
     }
+
+
+def print_worst(
+    prompts: Sequence[Prompt], labels: Sequence[list[str]], scores: dict[int, list[float]], most: int
+) -> None:
+    """Print the prompts that were surest and wrong about code, the worst first."""
+    wrong = [row for row, odds in scores.items() if (odds[HAS] >= 0) != (NAMES[HAS] in labels[row])]
+    for row in sorted(wrong, key=lambda row: -abs(scores[row][HAS]))[:most]:
+        text = " ".join(prompts[row]["text"].split())
+        print(f"{'missed' if NAMES[HAS] in labels[row] else 'false':8}{scores[row][HAS]:6.1f}  {text[:150]}")
 
 
 def calibration_error(pairs: Sequence[tuple[float, bool]], bins: int = 15) -> float:

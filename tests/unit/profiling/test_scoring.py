@@ -144,7 +144,7 @@ async def test_the_router_decides_by_what_was_measured(tmp_path: Path) -> None:
         tiers = {}
         for bound in (0.5, 0.1, 0.001):
             decision = await _route(stack, prompt, sla={"max_quality_loss": bound})
-            tiers[bound] = [t["tier"] for t in decision["tiers"] if "asked" not in t["verdict"]]
+            tiers[bound] = [t["tier"] for t in decision["tiers"] if "allowed" not in t["verdict"]]
             losses = {t["tier"]: t["expected_loss"] for t in decision["tiers"]}
             assert losses["fast"] == pytest.approx(0.2, abs=0.03)
             assert losses["precise"] == 0
