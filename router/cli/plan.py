@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +28,7 @@ from tiers.sizing.capacity import MOST_BUSY, Demand, engines_on_cpu, engines_on_
 from tiers.sizing.find_config import find_config
 from tiers.sizing.fleet import EngineType, Fleet, Load, alone, cheapest
 from tiers.sizing.hardware import PRICES, GpuKind, Prices, known_gpus, parse_all_gpus, read_prices
+from tiers.sizing.verdict import missing_for, settings_for, verdict_on
 from tiers.spec import PRECISIONS, TierName
 from tiers.speed import SpeedModel
 
@@ -50,7 +51,6 @@ MIXES: dict[str, tuple[dict[PromptClass, float], tuple[float, float, float]]] = 
         {PromptClass.LONG_CONTEXT: 0.50, PromptClass.EXTRACTION: 0.30, PromptClass.CHAT: 0.20}, (0.20, 0.60, 0.20)
     ),
 }  # fmt: skip
-NAMES = {"awq-int4": "4 bits", "fp8": "FP8", "bf16": "BF16"}
 MIX_HELP = "What is asked: chat, coding, rag (assumed shares), or the decision log of your own traffic."
 DAY_HELP = "The day's course: load of equal parts of the day over the mean, as 0.3,0.5,1.2,2."
 LOSS_HELP = "Answers of 100 that may be lost; by default as many as balanced alone loses."
@@ -134,7 +134,7 @@ def plan(options: Options) -> None:
     if options.write is not None:
         if made.best is None:
             raise PlanError(f"{options.write} is not written: {made.verdict or 'no --load is given'}")
-        options.write.write_text(_settings(made.best, made.verdict), "utf-8")
+        options.write.write_text(settings_for(made.best, made.verdict), "utf-8")
     if options.as_json:
         typer.echo(json.dumps(_json(target, demand, made), indent=2))
     else:
@@ -164,16 +164,11 @@ def _planned(settings: Settings, options: Options, target: _Target, demand: Dema
     available = {gpu.name: count for gpu, count in target.gpus.items()}
     singles = alone(engines, load, available)
     if options.loss is None:
-        balanced = _lost(load, TierName.BALANCED)
-        load = Load(load.by_kind, load.loss, load.course, balanced)
+        load = replace(load, budget=load.lost_by(TierName.BALANCED))
     best = cheapest(engines, load, available)
     every = cheapest(engines, load, available, each=True)
-    verdict = _verdict(best, singles, load, prices.currency) if best else _impossible(engines, load, available)
+    verdict = verdict_on(best, singles, load, prices.currency) if best else missing_for(engines, load, available)
     return _Plan(engines, lacks, load, best, singles, every, verdict)
-
-
-def _lost(load: Load, tier: TierName) -> float:
-    return sum(rate * load.loss[tier][kind] for kind, rate in load.by_kind.items()) / load.mean
 
 
 def _load(options: Options, target: _Target) -> Load:
@@ -275,70 +270,6 @@ def _rate(text: str) -> float:
     if not rate > 0:
         raise PlanError(f"--load {text}: a rate above 0 is needed, as 40/s, 100/min or 5000/h")
     return rate
-
-
-def _count(fleet: Fleet) -> str:
-    """Return what a fleet consists of: ``2 x FP8 and 1 x BF16``."""
-    found: Counter[str] = Counter()
-    for engine, count in fleet.counts:
-        found[NAMES[engine.plan.precision]] += count
-    return " and ".join(f"{count} x {name}" for name, count in found.items())
-
-
-def _costs(fleet: Fleet) -> str:
-    shared = any(not engine.gpu for engine, _ in fleet.counts)
-    return f"{fleet.price:,.0f} machines like this one" if shared else f"{fleet.price:,.2f} an hour"
-
-
-def _answers(lost: float) -> str:
-    return "none" if lost < 5e-5 else f"{lost * 100:.2g} answers of 100"  # noqa: PLR2004  less is not told
-
-
-def _verdict(best: Fleet, singles: Mapping[TierName, Fleet | None], load: Load, currency: str) -> str:
-    """Return the plan in a sentence, beside each precision alone."""
-    used = {engine.tier for engine, _ in best.counts}
-    if len(used) == 1:
-        name = NAMES[best.counts[0][0].plan.precision]
-        return (
-            f"{name} alone is best here: it costs {_costs(best)} ({currency}) and loses {_answers(best.lost)}, within the "
-            f"{_answers(load.budget)} allowed; further precisions would not pay."
-        )
-    said = [f"{_count(best)} cost {_costs(best)} ({currency}) and lose {_answers(best.lost)}"]
-    for tier, fleet in singles.items():
-        name = NAMES[str(PRECISIONS[tier])]
-        if fleet is None:
-            said.append(f"{name} alone does not carry it on these GPUs")
-        else:
-            same = "the same" if abs(fleet.price - best.price) < 0.005 else _costs(fleet)  # noqa: PLR2004  a cent's half
-            over = ", over the budget" if fleet.lost > load.budget + 1e-9 else ""
-            said.append(f"{name} alone costs {same} and loses {_answers(fleet.lost)}{over}")
-    return "; ".join(said) + "."
-
-
-def _impossible(engines: Sequence[EngineType], load: Load, available: Mapping[str, int | None]) -> str:
-    """Return what is missing."""
-    more = cheapest(engines, load, dict.fromkeys(available))
-    if more is None:
-        least = min(_lost(load, tier) for tier in {engine.tier for engine in engines})
-        return f"Nothing keeps the budget of {_answers(load.budget)}: at least {_answers(least)} would be lost."
-    there = ", ".join(f"{count} x {gpu}" for gpu, count in available.items() if count is not None)
-    needed = ", ".join(f"{count} x {gpu}" for gpu, count in more.gpus.items())
-    return (
-        f"{load.peak:g} requests a second at the peak are too many for {there}: the cheapest that would do is {needed}."
-    )
-
-
-def _settings(fleet: Fleet, verdict: str) -> str:
-    """Return the tiers as settings that ``qarr up`` takes."""
-    lines = [f"# {verdict}"]
-    for tier in PRECISIONS:
-        lines += [f"[tiers.{tier}]", f"replicas = {fleet.replicas(tier)}"]
-        sizes = {engine.plan.gpus_per_replica: engine for engine, _ in fleet.counts if engine.tier is tier}
-        if sizes:
-            engine = sizes[max(sizes)]
-            lines += [f"tensor_parallel = {max(sizes)}  # on {engine.gpu}"] * (max(sizes) > 1)
-            lines += [f"max_num_seqs = {engine.plan.batch}"]
-    return "\n".join(lines) + "\n"
 
 
 def _fleet_json(fleet: Fleet | None, demand: Demand, load: Load) -> dict[str, Any] | None:

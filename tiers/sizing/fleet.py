@@ -64,6 +64,10 @@ class Load:
         """Return all requests a second in the busiest part of the day."""
         return self.mean * max(self.course)
 
+    def lost_by(self, tier: TierName) -> float:
+        """Return the share of all answers that a tier alone would lose."""
+        return sum(rate * self.loss[tier][kind] for kind, rate in self.by_kind.items()) / self.mean
+
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
