@@ -1,66 +1,74 @@
-"""``qarr plan``: what a model needs, what carries a load, and what it costs, before anything is started."""
+"""``qarr plan``: the fleet that carries a load at least cost, and whether several precisions pay."""
 
 from __future__ import annotations
 
 import json
 import re
-import textwrap
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
+from classifier import Complexity, PromptClass
 from router.cli.common import ConfigOption, output, print_table, with_options
 from router.deployment.layout import prepare_options, speed_machine
-from router.policy.profiles import latency_name, load_latency
-from router.settings import load_settings
+from router.policy.decision_log import DecisionRecord, read_log
+from router.policy.losses import losses
+from router.policy.profiles import AnswerCount, Fit, latency_name, load_latency, load_profile, profile_name
+from router.settings import Settings, load_settings
 from tiers.checkpoints.prepare import DEFAULT_MODEL, finished
 from tiers.errors import PlanError
 from tiers.plan import GIB, held_bytes, machine_name, read_machine
-from tiers.sizing.architecture import architecture
-from tiers.sizing.capacity import MOST_BUSY, Demand, FleetPlan, TierPlan, plan_on_cpu, plan_on_gpus
+from tiers.sizing.architecture import Architecture, architecture
+from tiers.sizing.capacity import MOST_BUSY, Demand, engines_on_cpu, engines_on_gpus
 from tiers.sizing.find_config import find_config
-from tiers.sizing.hardware import PRICES, known_gpus, parse_gpus, read_prices
-from tiers.spec import STANDARD_TIERS, TierName
+from tiers.sizing.fleet import EngineType, Fleet, Load, alone, cheapest
+from tiers.sizing.hardware import PRICES, GpuKind, Prices, known_gpus, parse_all_gpus, read_prices
+from tiers.sizing.verdict import missing_for, settings_for, verdict_on
+from tiers.spec import PRECISIONS, TierName
+from tiers.speed import SpeedModel
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from router.policy.profiles import Fit
-    from router.settings import Settings
-    from tiers.sizing.architecture import Architecture
-    from tiers.sizing.hardware import GpuKind
-    from tiers.speed import SpeedModel
-
+Kind = tuple[PromptClass, Complexity]
 ROOFLINE = "roofline"
-NOTES_WIDTH = 120
+HOUR_S = 3600
 _LOAD = re.compile(r"([\d.]+)\s*/\s*(s|min|h)|([\d.]+)")
-MODEL_HELP = "Hugging Face id, model folder or config.json; by default the settings' model."
-GPUS_HELP = "Kind of GPU, and how many there are; without a number, as many as needed. By default this machine's."
-SHARES_HELP = "Of the requests, by tier, as fast=2,balanced=1,precise=1; by default the same for each."
 _PERIODS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+# Assumed shares of classes, and of trivial, moderate and complex work. Give a decision log for your own.
+MIXES: dict[str, tuple[dict[PromptClass, float], tuple[float, float, float]]] = {
+    "chat": (
+        {
+            PromptClass.CHAT: 0.55, PromptClass.WRITING: 0.15, PromptClass.CODE: 0.10, PromptClass.EXTRACTION: 0.08,
+            PromptClass.MULTILINGUAL: 0.07, PromptClass.MATH: 0.05,
+        },
+        (0.35, 0.50, 0.15),
+    ),
+    "coding": ({PromptClass.CODE: 0.75, PromptClass.CHAT: 0.20, PromptClass.MATH: 0.05}, (0.15, 0.55, 0.30)),
+    "rag": (
+        {PromptClass.LONG_CONTEXT: 0.50, PromptClass.EXTRACTION: 0.30, PromptClass.CHAT: 0.20}, (0.20, 0.60, 0.20)
+    ),
+}  # fmt: skip
+MIX_HELP = "What is asked: chat, coding, rag (assumed shares), or the decision log of your own traffic."
+DAY_HELP = "The day's course: load of equal parts of the day over the mean, as 0.3,0.5,1.2,2."
+LOSS_HELP = "Answers of 100 that may be lost; by default as many as balanced alone loses."
+MODEL_HELP = "Hugging Face id, model folder or config.json; by default the settings' model."
+GPUS_HELP = "Kinds of GPU, and how many there are; without a number, as many as needed. By default this machine's."
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What is planned: a model, where its engines run, and how fast they are.
-
-    Attributes:
-        gpu: None: on this machine's processor.
-        speed: Where speeds are from, for people; None: they are not known.
-        paces: Measured, by tier.
-        weights: Of finished checkpoints as engines hold them, in bytes.
-    """
+    """What is planned: a model, where its engines run, and how fast and how lossy they are."""
 
     name: str
     model: Architecture
-    gpu: GpuKind | None
-    available: int | None
-    speed: str | None
-    paces: Mapping[TierName, SpeedModel]
-    weights: Mapping[TierName, int]
+    gpus: Mapping[GpuKind, int | None]  # empty: this machine's processor
+    speed: str | None  # where speeds are from, for people; None: they are not known
+    paces: Mapping[TierName, SpeedModel]  # measured
+    weights: Mapping[TierName, int]  # of finished checkpoints as engines hold them, in bytes
+    answers: Mapping[TierName, Sequence[AnswerCount]]  # measured; empty: losses are published ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +76,22 @@ class Options:
     """The command's options."""
 
     model: Annotated[str | None, typer.Option(help=MODEL_HELP, metavar="MODEL")] = None
-    gpus: Annotated[str | None, typer.Option(help=GPUS_HELP, metavar="2xH100")] = None
+    gpus: Annotated[str | None, typer.Option(help=GPUS_HELP, metavar="2xA100,4xL4")] = None
     load: Annotated[str | None, typer.Option(help="Requests, as 40/s or 100/min.", metavar="RATE")] = None
+    day: Annotated[str, typer.Option(help=DAY_HELP, metavar="FACTORS")] = "1"
+    mix: Annotated[str, typer.Option(help=MIX_HELP, metavar="NAME|FILE")] = "chat"
+    loss: Annotated[float | None, typer.Option(help=LOSS_HELP, min=0, max=100, metavar="ANSWERS")] = None
     prompt: Annotated[int, typer.Option(help="Mean tokens of a prompt.", min=1, metavar="TOKENS")] = 800
     output: Annotated[int, typer.Option(help="Mean tokens of an answer.", min=1, metavar="TOKENS")] = 250
     context: Annotated[
         int | None, typer.Option(help="Longest prompt and answer; by default the means' sum.", min=2, metavar="TOKENS")
     ] = None
+    ttft: Annotated[
+        float | None, typer.Option(help="Longest time to the first token, in ms, without waiting.", min=1, metavar="MS")
+    ] = None
     tpot: Annotated[
         float | None, typer.Option(help="Longest time between two tokens, in ms.", min=0.1, metavar="MS")
     ] = None
-    shares: Annotated[str | None, typer.Option(help=SHARES_HELP, metavar="SHARES")] = None
     max_num_seqs: Annotated[
         int | None,
         typer.Option(help="Sequences an engine decodes at once: on GPUs 256, else as set.", min=1, metavar="N"),
@@ -91,32 +104,114 @@ class Options:
         Path | None,
         typer.Option(help="Latency profile measured on such GPUs, instead of the roofline.", metavar="FILE"),
     ] = None
+    write: Annotated[Path | None, typer.Option(help="Write the tiers as settings.", metavar="FILE")] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
     config: ConfigOption = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What was found."""
+
+    engines: Sequence[EngineType]
+    lacks: Sequence[str]  # why there is no engine of some precision
+    load: Load | None
+    best: Fleet | None = None
+    alone: Mapping[TierName, Fleet | None] | None = None
+    all_tiers: Fleet | None = None  # the cheapest with an engine of each, as without a plan
+    verdict: str = ""
+
+
 @with_options
 def plan(options: Options) -> None:
-    """Tell what a model needs, how many engines carry a load, and what they cost. No weights are read."""
+    """Tell which precisions on which GPUs carry a load at least cost, and what is lost. No weights are read."""
     settings = load_settings(options.config)
-    target = _target(settings, options)
+    target, prices = _target(settings, options), read_prices(options.prices)
     demand = _demand(settings, options, target)
-    if target.gpu is None:
-        if options.kv_fp8:
-            raise PlanError("--kv-fp8 needs --gpus: engines on a CPU keep their KV cache in BF16")
-        currency = None
-        cache = settings.engine.cpu_kv_cache_gib * GIB
-        made = plan_on_cpu(target.model, demand, kv_cache=cache, weights=target.weights, paces=target.paces)
-    else:
-        known, kv_bytes = read_prices(options.prices), 1 if options.kv_fp8 else 2
-        currency = known.currency
-        made = plan_on_gpus(
-            target.model, target.gpu, target.available, demand, prices=known, kv_bytes=kv_bytes, paces=target.paces
-        )
+    if not target.gpus and options.kv_fp8:
+        raise PlanError("--kv-fp8 needs --gpus: engines on a CPU keep their KV cache in BF16")
+    made = _planned(settings, options, target, demand, prices)
+    if options.write is not None:
+        if made.best is None:
+            raise PlanError(f"{options.write} is not written: {made.verdict or 'no --load is given'}")
+        options.write.write_text(settings_for(made.best, made.verdict), "utf-8")
     if options.as_json:
         typer.echo(json.dumps(_json(target, demand, made), indent=2))
     else:
-        _show(target, demand, made, currency)
+        _show(target, demand, made, prices.currency)
+
+
+def _planned(settings: Settings, options: Options, target: _Target, demand: Demand, prices: Prices) -> _Plan:
+    engines: list[EngineType] = []
+    lacks: list[str] = []
+    for gpu, count in target.gpus.items():
+        kv_bytes, paces = 1 if options.kv_fp8 else 2, target.paces
+        plans, missing = engines_on_gpus(target.model, gpu, count, demand, kv_bytes=kv_bytes, paces=paces)
+        price = prices.of(gpu)
+        engines += [EngineType(gpu.name, each, each.gpus_per_replica * (price or 1.0)) for each in plans]
+        lacks += missing.values() if len(target.gpus) == 1 or len(missing) < len(PRECISIONS) else []
+        if price is None:
+            lacks.append(f"no price of {gpu.name} is known: it counts as 1; give --prices a file")
+    if not target.gpus:
+        cache = settings.engine.cpu_kv_cache_gib * GIB
+        plans = engines_on_cpu(target.model, demand, kv_cache=cache, weights=target.weights, paces=target.paces)
+        engines = [EngineType("", each, 1.0) for each in plans]
+    if not engines:
+        raise PlanError(lacks[0])
+    if options.load is None or not any(engine.rate for engine in engines):
+        return _Plan(engines, lacks, None)
+    load = _load(options, target)
+    available = {gpu.name: count for gpu, count in target.gpus.items()}
+    singles = alone(engines, load, available)
+    if options.loss is None:
+        load = replace(load, budget=load.lost_by(TierName.BALANCED))
+    best = cheapest(engines, load, available)
+    every = cheapest(engines, load, available, each=True)
+    verdict = verdict_on(best, singles, load, prices.currency) if best else missing_for(engines, load, available)
+    return _Plan(engines, lacks, load, best, singles, every, verdict)
+
+
+def _load(options: Options, target: _Target) -> Load:
+    """Return the requests by kind, and what each precision loses on it."""
+    assert options.load is not None
+    rate, mix = _rate(options.load), _mix(options.mix)
+    whole = sum(mix.values())
+    loss: dict[TierName, dict[Hashable, float]] = {}
+    for tier, precision in PRECISIONS.items():
+        found = losses(precision, target.answers.get(tier, ()))
+        loss[tier] = {(c, x): 0.0 if tier is TierName.PRECISE else found[c][x].mean for c, x in mix}
+    budget = 1.0 if options.loss is None else options.loss / 100
+    return Load({kind: rate * share / whole for kind, share in mix.items()}, loss, _course(options.day), budget)
+
+
+def _mix(text: str) -> dict[Kind, float]:
+    if text in MIXES:
+        classes, degrees = MIXES[text]
+        return {
+            (c, x): share * part for c, share in classes.items() for x, part in zip(Complexity, degrees, strict=True)
+        }
+    path = Path(text)
+    if not path.is_file():
+        raise PlanError(f"--mix {text}: neither {', '.join(MIXES)} nor a decision log (telemetry.decision_log)")
+    found: Counter[Kind] = Counter()
+    for record in read_log(path):
+        if isinstance(record, DecisionRecord):
+            features = record.query.features
+            found[features.prompt_class, features.complexity or Complexity.MODERATE] += 1
+    if not found:
+        raise PlanError(f"--mix {text}: the decision log has no decisions")
+    return dict(found)
+
+
+def _course(text: str) -> tuple[float, ...]:
+    try:
+        factors = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        factors = ()
+    if not factors or not all(0 <= factor < float("inf") for factor in factors) or not sum(factors):
+        raise PlanError(f"--day {text}: numbers from 0 with commas between are needed, as 0.3,0.5,1.2,2")
+    mean = sum(factors) / len(factors)
+    return tuple(factor / mean for factor in factors)
 
 
 def _demand(settings: Settings, options: Options, target: _Target) -> Demand:
@@ -126,16 +221,8 @@ def _demand(settings: Settings, options: Options, target: _Target) -> Demand:
         raise PlanError(f"--context {longest}: {target.name} takes {most} tokens at most")
     if longest < means:
         raise PlanError(f"--context {longest} is shorter than a mean prompt and answer, {means} tokens")
-    usual = 256 if target.gpu is not None else settings.tiers.precise.max_num_seqs
-    return Demand(
-        requests_per_s=None if options.load is None else _rate(options.load),
-        prompt_tokens=options.prompt,
-        output_tokens=options.output,
-        context=longest,
-        max_num_seqs=options.max_num_seqs or usual,
-        tpot_ms=options.tpot,
-        shares=None if options.shares is None else _shares(options.shares),
-    )
+    usual = 256 if target.gpus else settings.tiers.precise.max_num_seqs
+    return Demand(options.prompt, options.output, longest, options.max_num_seqs or usual, options.ttft, options.tpot)
 
 
 def _target(settings: Settings, options: Options) -> _Target:
@@ -147,20 +234,23 @@ def _target(settings: Settings, options: Options) -> _Target:
         if options.model is None and name == DEFAULT_MODEL:
             raise PlanError(f"{name}, the default model, is not made yet: run 'qarr model prepare', or give --model")
     machine, profile = read_machine(), options.profile
-    gpu, available = (None, None) if options.gpus is None else parse_gpus(options.gpus)
+    gpus = {} if options.gpus is None else parse_all_gpus(options.gpus)
     if options.gpus is None and machine.gpus:
-        gpu, available = _same_kind([each.name for each in machine.gpus])
-    if gpu is None and profile is None and checkpoints:  # what was measured on this machine
-        digests = {made.tier: made.manifest.weights_digest for made in checkpoints}
+        gpus = dict([_same_kind([each.name for each in machine.gpus])])
+    digests = {made.tier: made.manifest.weights_digest for made in checkpoints}
+    if not gpus and profile is None and checkpoints:  # what was measured on this machine
         own = settings.policy.profiles / latency_name(digests, speed_machine(settings))
         profile = own if own.is_file() else None
     fits: tuple[Fit, ...] = ()
-    speed = None if gpu is None else ROOFLINE
+    speed = ROOFLINE if gpus else None
     if profile is not None:
         fits, speed = load_latency(profile).fits, f"measured: {profile}"
     paces = {fit.tier: fit.model for fit in fits}
-    weights = {each.tier: held_bytes(each.path, amx=machine.amx) for each in checkpoints} if gpu is None else {}
-    return _Target(name, architecture(find_config(folder)), gpu, available, speed, paces, weights)
+    weights = {} if gpus else {each.tier: held_bytes(each.path, amx=machine.amx) for each in checkpoints}
+    quality = settings.policy.profiles / profile_name(digests) if digests else None
+    measured = load_profile(quality) if quality is not None and quality.is_file() else None
+    answers = {} if measured is None else {tier: measured.of(tier) for tier in PRECISIONS}
+    return _Target(name, architecture(find_config(folder)), gpus, speed, paces, weights, answers)
 
 
 def _same_kind(names: list[str]) -> tuple[GpuKind, int]:
@@ -182,107 +272,122 @@ def _rate(text: str) -> float:
     return rate
 
 
-def _shares(text: str) -> dict[TierName, float]:
-    found = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        try:
-            tier = STANDARD_TIERS[STANDARD_TIERS.index(TierName(name.strip()))]  # others are not planned
-            found[tier] = share = float(value)
-        except ValueError:
-            raise PlanError(
-                f"--shares {text}: {part!r} is not as fast=0.5; tiers are {', '.join(STANDARD_TIERS)}"
-            ) from None
-        if not 0 <= share < float("inf"):
-            raise PlanError(f"--shares {text}: {part!r} must not be negative")
-    if not sum(found.values()):
-        raise PlanError(f"--shares {text}: one of them must be above 0")
-    return {tier: share / sum(found.values()) for tier, share in found.items()}
-
-
-def _json(target: _Target, demand: Demand, made: FleetPlan) -> dict[str, Any]:
+def _fleet_json(fleet: Fleet | None, demand: Demand, load: Load) -> dict[str, Any] | None:
+    if fleet is None:
+        return None
+    engines = [
+        {"tier": e.tier, "precision": e.plan.precision, "gpu": e.gpu or None, "replicas": count, **asdict(e.plan)}
+        for e, count in fleet.counts
+    ]
     return {
-        "model": target.name,
-        "parameters": target.model.parameters,
-        "hardware": machine_name() if target.gpu is None else target.gpu.name,
-        "speed": target.speed,
-        "requests_per_s": demand.requests_per_s,
-        "prompt_tokens": demand.prompt_tokens,
-        "output_tokens": demand.output_tokens,
-        "context": demand.context,
-        **made.as_json(),
+        "cost_per_hour": fleet.price,
+        "cost_per_million_tokens": _million(fleet, demand, load),
+        "answers_lost": fleet.lost,
+        "shares": fleet.shares,
+        "gpus": fleet.gpus,
+        "engines": engines,
     }
 
 
-def _show(target: _Target, demand: Demand, made: FleetPlan, currency: str | None) -> None:
-    say = output(140).print
-    kind = (
-        "" if target.model.quantizable == target.model.active else f", {target.model.active / 1e9:.1f} of them a token"
-    )
+def _million(fleet: Fleet, demand: Demand, load: Load) -> float:
+    return fleet.price / HOUR_S / (load.mean * demand.output_tokens) * 1e6
+
+
+def _json(target: _Target, demand: Demand, made: _Plan) -> dict[str, Any]:
+    engines = [{"gpu": e.gpu or None, "price_per_hour": e.price, **asdict(e.plan)} for e in made.engines]
+    found = {
+        "model": target.name,
+        "parameters": target.model.parameters,
+        "hardware": ", ".join(gpu.name for gpu in target.gpus) or machine_name(),
+        "speed": target.speed,
+        "losses": "measured" if target.answers else "published",
+        **asdict(demand),
+        "engines": engines,
+        "notes": list(made.lacks),
+        "verdict": made.verdict,
+    }
+    if made.load is None:
+        return found
+    load, singles = made.load, made.alone or {}
+    return found | {
+        "requests_per_s": load.mean,
+        "peak_per_s": load.peak,
+        "budget": load.budget,
+        "plan": _fleet_json(made.best, demand, load),
+        "alone": {tier: _fleet_json(fleet, demand, load) for tier, fleet in singles.items()},
+        "all_tiers": _fleet_json(made.all_tiers, demand, load),
+    }
+
+
+def _show(target: _Target, demand: Demand, made: _Plan, currency: str) -> None:
+    say = output(120).print
+    active = target.model.active
+    kind = "" if target.model.quantizable == active else f", {active / 1e9:.1f} of them a token"
     say(f"{target.name}: {target.model.parameters / 1e9:.3g} billion parameters{kind}")
-    where = machine_name() if target.gpu is None else target.gpu.name
-    load = "" if demand.requests_per_s is None else f"{demand.requests_per_s:g} requests/s, "
-    say(f"{where}; {load}prompts of {demand.prompt_tokens} and answers of {demand.output_tokens} tokens, in the mean\n")
-    columns = ("weights", "KV a token", f"at {demand.context}", "engine on", "batch", "TTFT ms", "ms/token", "tokens/s")
-    ends = ("share", "replicas", "an hour", "1M tokens") if currency else ("share", "replicas")
-    table = Table("tier", "precision", box=None)
-    for name in (*columns, *ends):
-        table.add_column(name, justify="right")
-    for tier in made.tiers:
-        table.add_row(tier.tier, tier.precision, *_cells(tier, currency))
-    if made.alone is not None:
-        table.add_row("alone", made.alone.precision, *_cells(made.alone, currency), style="dim")
-    print_table(table)
-    say("")
-    for line in _notes(target, demand, made, currency):
-        say(textwrap.fill(f"- {line}", NOTES_WIDTH, subsequent_indent="  "))
-
-
-def _cells(tier: TierPlan, currency: str | None) -> list[str]:
-    size, kv = f"{tier.weights_bytes / 1e9:.1f} GB", f"{tier.kv_bytes_per_token / 1024:.4g} KiB"
-    if tier.lacks:
-        return [size, kv, "0", "does not fit"]
-    engine = (
-        "this CPU" if not tier.gpus_per_replica else f"{tier.gpus_per_replica} GPU" + "s" * (tier.gpus_per_replica > 1)
+    where = ", ".join(f"{count} x {gpu.name}" if count else gpu.name for gpu, count in target.gpus.items())
+    load = "" if made.load is None else f"{made.load.mean:g} requests/s, "
+    if made.load is not None and made.load.peak > made.load.mean:
+        load = f"{made.load.mean:g} requests/s in the mean and {made.load.peak:g} at the peak, "
+    say(
+        f"{where or machine_name()}; {load}prompts of {demand.prompt_tokens} and answers of {demand.output_tokens} tokens\n"
     )
-    cells = [size, kv, f"{tier.max_sequences:,} seqs", engine, f"{tier.batch:,}"]
-    cells += [_number(tier.ttft_ms), _number(tier.tpot_ms, 1), _number(tier.tokens_per_s)]
-    cells += [f"{tier.share:.0%}", str(tier.replicas)]
-    return [*cells, _number(tier.cost_per_hour, 2), _number(tier.cost_per_million_tokens, 3)] if currency else cells
+    print_table(_engines_table(demand, made))
+    if made.load is not None:
+        say("")
+        print_table(_fleets_table(demand, made, currency))
+    say("")
+    speed = target.speed or "not measured on this machine; 'qarr profile latency' does it, --gpus has a roofline"
+    said = f"computed (roofline), not measured; engines {MOST_BUSY:.0%} busy" if speed == ROOFLINE else speed
+    notes = [*made.lacks, f"speed: {said}", f"losses: {'measured' if target.answers else 'published'}"]
+    for line in notes:
+        say(f"- {line}", soft_wrap=False)
+    if made.verdict:
+        say(f"\n{made.verdict}", style="bold", soft_wrap=False)
+
+
+def _engines_table(demand: Demand, made: _Plan) -> Table:
+    table = Table("tier", "precision", "one engine on", box=None)
+    columns = ("weights", "KV a token", f"at {demand.context}", "batch", "TTFT ms", "ms/token", "requests/s")
+    for name in columns:
+        table.add_column(name, justify="right")
+    used = {id(e) for fleet in (made.best, *(made.alone or {}).values()) if fleet for e, _ in fleet.counts}
+    smallest: dict[tuple[TierName, str], EngineType] = {}
+    for engine in made.engines:
+        smallest.setdefault((engine.tier, engine.gpu), engine)
+    for engine in made.engines:
+        if id(engine) not in used and engine is not smallest[engine.tier, engine.gpu]:
+            continue
+        each = engine.plan
+        on = f"{each.gpus_per_replica} x {engine.gpu}" if engine.gpu else "this CPU"
+        size, kv = f"{each.weights_bytes / 1e9:.1f} GB", f"{each.kv_bytes_per_token / 1024:.4g} KiB"
+        times = _number(each.ttft_ms), _number(each.tpot_ms, 1), _number(each.requests_per_s, 1)
+        table.add_row(
+            each.tier, each.precision, on, size, kv, f"{each.max_sequences:,} seqs", f"{each.batch:,}", *times
+        )
+    return table
+
+
+def _fleets_table(demand: Demand, made: _Plan, currency: str) -> Table:
+    assert made.load is not None
+    table = Table("fleet", "engines", box=None)
+    for name in ("share of requests", f"{currency} an hour", "1M tokens", "lost of 100"):
+        table.add_column(name, justify="right")
+    rows = {"planned": made.best, **{f"{tier} alone": fleet for tier, fleet in (made.alone or {}).items()}}
+    for name, fleet in {**rows, "all three": made.all_tiers}.items():
+        if fleet is None:
+            table.add_row(name, "does not carry it", style="dim")
+            continue
+        engines = ", ".join(
+            f"{count} {e.tier} on {e.plan.gpus_per_replica} x {e.gpu}" if e.gpu else f"{count} {e.tier}"
+            for e, count in fleet.counts
+        )
+        shares = " / ".join(f"{fleet.shares.get(tier, 0):.0%}" for tier in PRECISIONS)
+        money = _number(fleet.price, 2), _number(_million(fleet, demand, made.load), 3)
+        table.add_row(
+            name, engines, shares, *money, f"{fleet.lost * 100:.2f}", style="bold" if name == "planned" else ""
+        )
+    return table
 
 
 def _number(value: float | None, digits: int = 0) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
-
-
-def _notes(target: _Target, demand: Demand, made: FleetPlan, currency: str | None) -> list[str]:
-    found = [tier.lacks for tier in made.tiers if tier.lacks]
-    if target.gpu is not None:
-        found.append(_needed(target.gpu, demand, made, currency))
-    else:
-        found.append("the three engines share the processor; 'qarr up' checks its memory")
-        if made.tiers[0].replicas > 1:
-            found.append(f"the load takes {made.tiers[0].replicas} machines like this one")
-    speed = target.speed or "not measured on this machine; 'qarr profile latency' does it, --gpus has a roofline"
-    found.append(f"speed: {'computed (roofline), not measured' if speed == ROOFLINE else speed}")
-    fitting, saved = [tier for tier in made.tiers if not tier.lacks], made.gpu_seconds_saved
-    if saved is not None and len(fitting) > 1:
-        change = f"{abs(saved):.0%} {'less' if saved >= 0 else 'more'}"
-        found.append(f"these shares take {change} engine time than everything on {fitting[-1].tier}")
-    if target.gpu is not None and made.cost_per_hour is None:
-        found.append(f"no price of {target.gpu.name} is known: give --prices a file")
-    return found
-
-
-def _needed(gpu: GpuKind, demand: Demand, made: FleetPlan, currency: str | None) -> str:
-    text = f"{made.gpus} x {gpu.name}"
-    if made.cost_per_hour is not None:
-        text += f", {made.cost_per_hour:,.2f} {currency} an hour"
-    if made.shared:
-        text += ", one engine of each tier on every GPU"
-    if made.serves_per_s is not None:
-        text += f"; serves {made.serves_per_s:.3g} requests/s, {MOST_BUSY:.0%} busy"
-    if made.available is None or made.fits:
-        return text
-    load = "" if demand.requests_per_s is None else f" for {demand.requests_per_s:g} requests/s"
-    return f"there are {made.available} x {gpu.name}; needed{load} are {text}"

@@ -95,6 +95,21 @@ def parse_gpus(text: str) -> tuple[GpuKind, int | None]:
     return kind, None if count is None else int(count)
 
 
+def parse_all_gpus(text: str) -> dict[GpuKind, int | None]:
+    """Read several kinds of GPU, as in ``2xA100,4xL4``.
+
+    Raises:
+        PlanError: One is not known, or named twice.
+    """
+    found: dict[GpuKind, int | None] = {}
+    for part in text.split(","):
+        kind, count = parse_gpus(part)
+        if kind in found:
+            raise PlanError(f"--gpus {text}: {kind.name} is named twice; write how many there are in all")
+        found[kind] = count
+    return found
+
+
 def read_prices(path: Path = PRICES) -> Prices:
     """Read a file of prices.
 

@@ -7,11 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from classifier import Complexity, PromptClass, PromptFeatures
+from router.cli.plan import _mix
+from router.policy.decide import decide
+from router.policy.decision import PolicyParameters, Query
+from router.policy.decision_log import DecisionLog
 from router.policy.profiles import Fit, FitError, LatencyProfile, latency_name
+from router.settings import load_settings
 from tests.unit.cli.stub_router import qarr
 from tests.unit.tiers.sizing.test_architecture import CONFIGS
 from tiers.errors import PlanError
-from tiers.spec import STANDARD_TIERS
+from tiers.snapshot import FleetSnapshot
+from tiers.spec import STANDARD_TIERS, TemplateTokens
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,62 +45,108 @@ def read(*args: str) -> dict[str, Any]:
     return found
 
 
-def test_a_table_and_its_reasons() -> None:
-    """It names the model, sizes, the GPUs for the load, what they cost, and that times are computed."""
+def test_a_plan_and_what_it_is_compared_with() -> None:
+    """It names the model, the engines, the fleets, where figures are from, and says in a sentence what pays."""
     text = plan("--model", LLAMA, "--gpus", "3xH100", "--load", "40/s")
     assert "8.03 billion parameters" in text
-    assert "H100; 40 requests/s, prompts of 800 and answers of 250 tokens" in text
-    for cell in ("fast", "awq-int4", "5.7 GB", "balanced", "9.1 GB", "precise", "16.1 GB", "128 KiB", "alone"):
+    assert "3 x H100; 40 requests/s, prompts of 800 and answers of 250 tokens" in text
+    for cell in (
+        "awq-int4",
+        "5.7 GB",
+        "9.1 GB",
+        "16.1 GB",
+        "128 KiB",
+        "planned",
+        "fast alone",
+        "precise alone",
+        "all three",
+    ):
         assert cell in text
-    assert "3 x H100, 11.97 USD an hour; serves" in text
     assert "speed: computed (roofline), not measured" in text
-    assert "less engine time than everything on precise" in text
+    assert "losses: published" in text
+    assert "BF16 alone is best here: it costs 7.98 an hour (USD) and loses none" in text
+
+
+def test_several_precisions_pay_where_traffic_has_a_peak() -> None:
+    """70B in BF16 with 4 bits for the peak costs less than BF16 alone, and keeps a budget that FP8 alone does not."""
+    text = plan(
+        *("--model", str(CONFIGS / "llama-3.3-70b.json"), "--gpus", "H100", "--load", "6/s"),
+        *("--mix", "coding", "--loss", "0.3", "--day", "0.3,0.5,1,2.2"),
+    )
+    flat = " ".join(text.split())
+    assert "1 x 4 bits and 1 x BF16 cost 19.95 an hour (USD) and lose 0.052 answers of 100" in flat
+    assert "FP8 alone costs 15.96 an hour and loses 0.45 answers of 100, over the budget" in flat
+    assert "6 requests/s in the mean and 13.2 at the peak" in flat
+
+
+def test_two_kinds_of_gpus_and_settings(tmp_path: Path) -> None:
+    """GPUs of both kinds are used; the tiers are written as settings that the router takes."""
+    prices, file = tmp_path / "prices.json", tmp_path / "settings.toml"
+    prices.write_text('{"currency": "EUR", "per_gpu_hour": {"A100": 2, "L4": 0.5}}')
+    found = read(
+        *("--model", LLAMA, "--gpus", "2xA100,8xL4", "--load", "22/s", "--mix", "coding", "--loss", "0.2"),
+        *("--prices", str(prices), "--write", str(file)),
+    )
+    planned = found["plan"]
+    assert set(planned["gpus"]) == {"A100", "L4"}
+    assert planned["answers_lost"] <= 0.002
+    assert planned["cost_per_hour"] == pytest.approx(planned["gpus"]["A100"] * 2 + planned["gpus"]["L4"] * 0.5)
+    settings = load_settings(file)
+    replicas = {tier: settings.tiers.of(tier).replicas for tier in STANDARD_TIERS}
+    assert replicas == {
+        tier: sum(each["replicas"] for each in planned["engines"] if each["tier"] == tier) for tier in STANDARD_TIERS
+    }
 
 
 def test_json_has_the_same() -> None:
-    found = read("--model", LLAMA, "--gpus", "2xH100", "--load", "40/s", "--prompt", "800", "--output", "250")
-    assert (found["speed"], found["hardware"], found["shared"], found["available"]) == ("roofline", "H100", True, 2)
-    assert [tier["tier"] for tier in found["tiers"]] == list(STANDARD_TIERS)
-    for tier in found["tiers"]:
-        assert tier["weights_bytes"] > 5e9
-        assert tier["kv_bytes_per_token"] == 131_072
-        assert tier["max_sequences"] > 0
-        assert tier["replicas"] >= 1
-        assert tier["cost_per_hour"] > 0
-    assert found["cost_per_hour"] == pytest.approx(sum(tier["cost_per_hour"] for tier in found["tiers"]))
+    found = read("--model", LLAMA, "--gpus", "2xH100", "--load", "40/s")
+    assert (found["speed"], found["hardware"], found["losses"]) == ("roofline", "H100", "published")
+    assert {each["tier"] for each in found["engines"]} == set(STANDARD_TIERS)
+    for each in found["engines"]:
+        assert each["weights_bytes"] > 5e9
+        assert each["kv_bytes_per_token"] == 131_072
+    assert set(found["alone"]) == set(STANDARD_TIERS)
+    assert sum(found["plan"]["shares"].values()) == pytest.approx(1)
+    assert found["all_tiers"] is None  # three engines need three GPUs
+    assert "plan" not in read("--model", LLAMA, "--gpus", "2xH100")
 
 
-def test_too_few_gpus_are_told() -> None:
-    text = plan("--model", LLAMA, "--gpus", "2xH100", "--load", "400/s")
-    assert "there are 2 x H100; needed for 400 requests/s are" in text
-    assert not read("--model", LLAMA, "--gpus", "2xH100", "--load", "400/s")["fits"]
+def test_what_is_missing_is_told() -> None:
+    few = read("--model", LLAMA, "--gpus", "2xH100", "--load", "400/s")
+    assert few["plan"] is None
+    assert few["verdict"] == (
+        "400 requests a second at the peak are too many for 2 x H100: the cheapest that would do is 14 x H100."
+    )
+    lossy = read("--model", str(CONFIGS / "llama-3.3-70b.json"), "--gpus", "1xA100", "--load", "0.1/s", "--loss", "0")
+    assert lossy["plan"] is None
+    assert lossy["verdict"] == "Nothing keeps the budget of none: at least 0.23 answers of 100 would be lost."
 
 
 @pytest.mark.parametrize("name", [path.stem for path in CONFIGS.glob("*.json")])
 def test_every_published_model(name: str) -> None:
-    """Each gets a table; a tier that does not fit says why."""
+    """Each gets a plan; a tier that does not fit says why."""
     text = plan("--model", str(CONFIGS / f"{name}.json"), "--gpus", "H100", "--load", "10/s")
-    assert "requests/s, 80% busy" in text
+    assert "80% busy" in text
     assert ("precise does not fit on 16 x H100" in text) == (name == "deepseek-v3")
+
+
+def test_the_mix_of_a_decision_log(tmp_path: Path) -> None:
+    """Classes and complexities are counted; a file without decisions is an error."""
+    log = DecisionLog(tmp_path / "log")
+    table, fleet = PolicyParameters({}), FleetSnapshot((), TemplateTokens())
+    for kind in (PromptClass.MATH, PromptClass.CHAT):
+        features = PromptFeatures(2, 1, 1, True, False, False, None, kind, 0.9, (), Complexity.TRIVIAL)
+        log.decided("r", decide(Query(features, 20, 100), fleet, table), fleet, table, priority=0)
+    log.close()
+    assert _mix(str(tmp_path / "log")) == {(PromptClass.MATH, "trivial"): 1, (PromptClass.CHAT, "trivial"): 1}
+    (tmp_path / "empty").write_text("")
+    with pytest.raises(PlanError, match="the decision log has no decisions"):
+        _mix(str(tmp_path / "empty"))
 
 
 @pytest.mark.parametrize(("load", "rate"), [("40/s", 40), ("0.5", 0.5), ("90/min", 1.5), ("7200/h", 2)])
 def test_loads(load: str, rate: float) -> None:
-    assert read("--model", LLAMA, "--gpus", "H100", "--load", load)["requests_per_s"] == rate
-
-
-def test_shares_prices_and_kv(tmp_path: Path) -> None:
-    """Shares add up to one whatever they are given as; an FP8 KV cache takes half."""
-    prices = tmp_path / "prices.json"
-    prices.write_text('{"currency": "EUR", "per_gpu_hour": {"H100": 1}}')
-    found = read(
-        *("--model", LLAMA, "--gpus", "H100", "--load", "1/s", "--shares", "fast=3,precise=1"),
-        *("--prices", str(prices), "--kv-fp8", "--context", "8192", "--max-num-seqs", "8", "--tpot", "30"),
-    )
-    assert [tier["share"] for tier in found["tiers"]] == [0.75, 0.0, 0.25]
-    assert [tier["kv_bytes_per_token"] for tier in found["tiers"]] == [65_536] * 3
-    assert [tier["batch"] for tier in found["tiers"]] == [8] * 3
-    assert found["cost_per_hour"] == 3
+    assert read("--model", LLAMA, "--gpus", "H100", "--load", load)["requests_per_s"] == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(
@@ -103,14 +156,15 @@ def test_shares_prices_and_kv(tmp_path: Path) -> None:
         (("--gpus", "H100", "--load", "many"), "a rate above 0 is needed, as 40/s"),
         (("--gpus", "H100", "--load", "0/s"), "a rate above 0 is needed"),
         (("--gpus", "H100", "--load", "1.2.3/s"), "a rate above 0 is needed"),
-        (("--gpus", "H100", "--shares", "best=1"), "tiers are fast, balanced, precise"),
-        (("--gpus", "H100", "--shares", "fast=-1"), "must not be negative"),
-        (("--gpus", "H100", "--shares", "fast=0"), "one of them must be above 0"),
         (("--gpus", "H100", "--context", "200000"), "takes 131072 tokens at most"),
         (("--gpus", "H100", "--context", "100"), "shorter than a mean prompt and answer"),
         (("--gpus", "H100", "--prices", "/none"), "the prices cannot be read"),
         (("--gpus", "1xL4", "--context", "130000"), "fast does not fit on 1 x L4"),
-        (("--gpus", "H100", "--tpot", "1"), "cannot be kept"),
+        (("--gpus", "H100", "--tpot", "0.5"), "cannot keep the bounds"),
+        (("--gpus", "H100,2xH100"), "H100 is named twice"),
+        (("--gpus", "H100", "--load", "1/s", "--day", "1,-1"), "numbers from 0 with commas between"),
+        (("--gpus", "H100", "--load", "1/s", "--mix", "poetry"), "neither chat, coding, rag nor a decision log"),
+        (("--gpus", "H100", "--write", "none.toml"), "is not written: no --load is given"),
     ],
 )
 def test_faults_are_told(args: tuple[str, ...], said: str) -> None:
@@ -141,8 +195,10 @@ def test_a_measured_profile_comes_before_the_roofline(tmp_path: Path) -> None:
     )
     path = tmp_path / latency_name(digests, "x")
     path.write_text(profile.model_dump_json())
-    found = read("--model", LLAMA, "--gpus", "H100", "--max-num-seqs", "10", "--profile", str(path))
+    found = read("--model", LLAMA, "--gpus", "1xH100", "--max-num-seqs", "10", "--profile", str(path))
     assert found["speed"] == f"measured: {path}"
-    assert [tier["tpot_ms"] for tier in found["tiers"]] == pytest.approx(
+    assert [each["tpot_ms"] for each in found["engines"]] == pytest.approx(
         [10 + 5 * n + 1 + 10 * 40 / 250 for n in range(3)]
     )
+    by_fast = read("--model", LLAMA, "--load", "0.1/s", "--max-num-seqs", "10", "--profile", str(path))
+    assert by_fast["plan"]["cost_per_hour"] == 1  # machine

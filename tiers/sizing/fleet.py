@@ -1,0 +1,204 @@
+"""Which fleet carries a load at least cost: how many engines of each precision on each kind of GPU.
+
+Requests of a kind may go to any precision, in parts. With x engines of each type, and f requests a second of each kind to
+each precision in each period of the day, wanted is
+
+    least  sum x price    so that    sum f over precisions = load of the kind in the period
+                                     sum f over kinds <= sum x rate over the precision's engines, in each period
+                                     sum x GPUs <= GPUs of each kind that there are
+                                     sum f loss <= budget * sum f, over the day
+
+x are whole numbers. HiGHS solves it exactly (Huangfu and Hall, Math. Prog. Comp. 10, 2018), by SciPy. Of fleets with one
+price, that is taken which loses least. So a lower precision serves the prompts that lose least by it, and more of them while
+load is high: what the router's policy does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tiers.sizing.capacity import MOST_BUSY, TierPlan
+from tiers.spec import PRECISIONS, TierName
+
+_Row = tuple[dict[int, float], float, float]  # a sum of columns, and its bounds
+LOSS_WEIGHT = 0.01  # of the least price, for losing all answers: it decides between fleets of one price
+
+
+@dataclass(frozen=True, slots=True)
+class EngineType:
+    """An engine that may be started any number of times."""
+
+    gpu: str  # its kind; empty: the processor, which engines of all precisions share
+    plan: TierPlan  # of one engine
+    price: float  # of an hour; 1 for each GPU if no price is known
+
+    @property
+    def tier(self) -> TierName:
+        """Return its tier."""
+        return self.plan.tier
+
+    @property
+    def rate(self) -> float:
+        """Return the requests a second that one engine serves, as busy as planned."""
+        return MOST_BUSY * (self.plan.requests_per_s or 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests a second by kind, the day's course, and what each precision loses."""
+
+    by_kind: Mapping[Hashable, float]  # in the mean of the day
+    loss: Mapping[TierName, Mapping[Hashable, float]]  # share of answers, 0..1
+    course: tuple[float, ...] = (1.0,)  # load of each part of the day over the mean; parts are equally long
+    budget: float = 1.0  # share of all answers that may be lost
+
+    @property
+    def mean(self) -> float:
+        """Return all requests a second, in the mean of the day."""
+        return sum(self.by_kind.values())
+
+    @property
+    def peak(self) -> float:
+        """Return all requests a second in the busiest part of the day."""
+        return self.mean * max(self.course)
+
+    def lost_by(self, tier: TierName) -> float:
+        """Return the share of all answers that a tier alone would lose."""
+        return sum(rate * self.loss[tier][kind] for kind, rate in self.by_kind.items()) / self.mean
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Engines, and what they do."""
+
+    counts: tuple[tuple[EngineType, int], ...]  # of the types that there are
+    price: float  # of an hour
+    lost: float  # share of all answers
+    shares: Mapping[TierName, float]  # of all requests
+
+    @property
+    def gpus(self) -> dict[str, int]:
+        """Return the GPUs of each kind."""
+        found: dict[str, int] = {}
+        for engine, count in self.counts:
+            found[engine.gpu] = found.get(engine.gpu, 0) + count * engine.plan.gpus_per_replica
+        return found
+
+    def replicas(self, tier: TierName) -> int:
+        """Return the engines of a tier."""
+        return sum(count for engine, count in self.counts if engine.tier is tier)
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """The columns: engines, then flows of a kind to a tier in a part of the day."""
+
+    engines: Sequence[EngineType]
+    load: Load
+    tiers: Sequence[TierName]
+
+    @property
+    def shared(self) -> bool:
+        """Tell whether engines share machines, of which each has one of each precision."""
+        return not self.engines[0].gpu
+
+    @property
+    def flows(self) -> dict[tuple[Hashable, TierName, int], int]:
+        """Return the column of each flow."""
+        parts = range(len(self.load.course))
+        flows = [(kind, tier, part) for part in parts for kind in self.load.by_kind for tier in self.tiers]
+        return {flow: len(self.engines) + number for number, flow in enumerate(flows)}
+
+    def carried(self) -> Iterator[_Row]:
+        """Yield that all requests are served, and by engines that there are."""
+        at, kinds, load = self.flows, self.load.by_kind, self.load
+        for part, factor in enumerate(load.course):
+            for kind, rate in kinds.items():
+                yield {at[kind, tier, part]: 1.0 for tier in self.tiers}, rate * factor, rate * factor
+            if self.shared:
+                used = {at[kind, each.tier, part]: 1 / each.rate for each in self.engines for kind in kinds}
+                yield used | {0: -1.0}, -math.inf, 0.0
+                continue
+            for tier in self.tiers:
+                served = {at[kind, tier, part]: 1.0 for kind in kinds}
+                yield served | {e: -self.engines[e].rate for e in self.of(tier)}, -math.inf, 0.0
+
+    def bounded(self, available: Mapping[str, int | None], *, each: bool) -> Iterator[_Row]:
+        """Yield that GPUs suffice, that the budget is kept, and where it is wanted that each tier has an engine."""
+        for gpu, most in available.items():
+            if most is not None:
+                mine = {e: float(one.plan.gpus_per_replica) for e, one in enumerate(self.engines) if one.gpu == gpu}
+                yield mine, 0.0, float(most)
+        for tier in self.tiers if each else ():
+            yield dict.fromkeys(self.of(tier), 1.0), 1.0, math.inf
+        yield self.lost(), 0.0, self.load.budget * self.load.mean * len(self.load.course)
+
+    def of(self, tier: TierName) -> list[int]:
+        """Return the columns of a tier's engines."""
+        return [e for e, engine in enumerate(self.engines) if engine.tier is tier]
+
+    def lost(self) -> dict[int, float]:
+        """Return what each flow loses, by column."""
+        return {column: self.load.loss[tier][kind] for (kind, tier, _), column in self.flows.items()}
+
+
+def cheapest(
+    engines: Sequence[EngineType], load: Load, available: Mapping[str, int | None], *, each: bool = False
+) -> Fleet | None:
+    """Return the fleet of least cost; None: no number of these engines carries the load within the budget.
+
+    Args:
+        engines: That may be started.
+        load: What they are to serve.
+        available: GPUs of each kind; None: as many as are needed.
+        each: With an engine of each precision.
+    """
+    engines = [engine for engine in engines if engine.rate]
+    if not engines:
+        return None
+    program = _Program(engines, load, sorted({engine.tier for engine in engines}, key=tuple(PRECISIONS).index))
+    flows, lost, whole = program.flows, program.lost(), load.mean * len(load.course)
+    prices = [engine.price for engine in engines]
+    tie = LOSS_WEIGHT * min(filter(None, prices), default=1.0) / whole
+    goal = dict(enumerate(prices)) | {column: tie * loss for column, loss in lost.items()}
+    found = _solved(goal, [*program.carried(), *program.bounded(available, each=each)], len(engines))
+    if found is None:
+        return None
+    machines = round(found[0])
+    numbers = [machines if program.shared else round(found[e]) for e in range(len(engines))]
+    counts = tuple((engine, count) for engine, count in zip(engines, numbers, strict=True) if count)
+    price = float(machines) if program.shared else sum(engine.price * count for engine, count in counts)
+    shares = dict.fromkeys(program.tiers, 0.0)
+    for (_, tier, _), column in flows.items():
+        shares[tier] += found[column] / whole
+    return Fleet(counts, price, sum(found[column] * loss for column, loss in lost.items()) / whole, shares)
+
+
+def _solved(goal: Mapping[int, float], rows: Sequence[_Row], whole_numbers: int) -> list[float] | None:
+    """Return the columns' values that make the goal least, the first of them whole numbers; None: there are none."""
+    import numpy as np  # noqa: PLC0415  needed here alone
+    from scipy.optimize import LinearConstraint, milp  # noqa: PLC0415
+
+    matrix = np.zeros((len(rows), len(goal)))
+    for number, (terms, _, _) in enumerate(rows):
+        matrix[number, list(terms)] = list(terms.values())
+    bounds = LinearConstraint(matrix, [low for _, low, _ in rows], [high for _, _, high in rows])
+    integral = [column < whole_numbers for column in range(len(goal))]
+    found = milp(
+        [goal[column] for column in range(len(goal))],
+        constraints=bounds,
+        integrality=integral,
+        options={"mip_rel_gap": 0},
+    )
+    return None if found.x is None else [float(value) for value in found.x]
+
+
+def alone(
+    engines: Sequence[EngineType], load: Load, available: Mapping[str, int | None]
+) -> dict[TierName, Fleet | None]:
+    """Return the cheapest fleet of each precision alone, whatever it loses; None: there are too few GPUs for it."""
+    unbound = Load(load.by_kind, load.loss, load.course)
+    tiers = [tier for tier in PRECISIONS if any(engine.tier is tier for engine in engines)]
+    return {t: cheapest([engine for engine in engines if engine.tier is t], unbound, available) for t in tiers}

@@ -1,0 +1,75 @@
+"""What a plan comes to, in a sentence, and as settings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from tiers.sizing.fleet import EngineType, Fleet, Load, cheapest
+from tiers.spec import PRECISIONS, TierName
+
+NAMES = {"awq-int4": "4 bits", "fp8": "FP8", "bf16": "BF16"}
+
+
+def _count(fleet: Fleet) -> str:
+    """Return what a fleet consists of: ``2 x FP8 and 1 x BF16``."""
+    found: Counter[str] = Counter()
+    for engine, count in fleet.counts:
+        found[NAMES[engine.plan.precision]] += count
+    return " and ".join(f"{count} x {name}" for name, count in found.items())
+
+
+def _costs(fleet: Fleet) -> str:
+    shared = any(not engine.gpu for engine, _ in fleet.counts)
+    return f"{fleet.price:,.0f} machines like this one" if shared else f"{fleet.price:,.2f} an hour"
+
+
+def _answers(lost: float) -> str:
+    return "none" if lost < 5e-5 else f"{lost * 100:.2g} answers of 100"  # noqa: PLR2004  less is not told
+
+
+def verdict_on(best: Fleet, singles: Mapping[TierName, Fleet | None], load: Load, currency: str) -> str:
+    """Return the plan in a sentence, beside each precision alone."""
+    used = {engine.tier for engine, _ in best.counts}
+    if len(used) == 1:
+        name = NAMES[best.counts[0][0].plan.precision]
+        return (
+            f"{name} alone is best here: it costs {_costs(best)} ({currency}) and loses {_answers(best.lost)}, within the "
+            f"{_answers(load.budget)} allowed; further precisions would not pay."
+        )
+    said = [f"{_count(best)} cost {_costs(best)} ({currency}) and lose {_answers(best.lost)}"]
+    for tier, fleet in singles.items():
+        name = NAMES[str(PRECISIONS[tier])]
+        if fleet is None:
+            said.append(f"{name} alone does not carry it on these GPUs")
+        else:
+            same = "the same" if abs(fleet.price - best.price) < 0.005 else _costs(fleet)  # noqa: PLR2004  a cent's half
+            over = ", over the budget" if fleet.lost > load.budget + 1e-9 else ""
+            said.append(f"{name} alone costs {same} and loses {_answers(fleet.lost)}{over}")
+    return "; ".join(said) + "."
+
+
+def missing_for(engines: Sequence[EngineType], load: Load, available: Mapping[str, int | None]) -> str:
+    """Return what is missing."""
+    more = cheapest(engines, load, dict.fromkeys(available))
+    if more is None:
+        least = min(load.lost_by(tier) for tier in {engine.tier for engine in engines})
+        return f"Nothing keeps the budget of {_answers(load.budget)}: at least {_answers(least)} would be lost."
+    there = ", ".join(f"{count} x {gpu}" for gpu, count in available.items() if count is not None)
+    needed = ", ".join(f"{count} x {gpu}" for gpu, count in more.gpus.items())
+    return (
+        f"{load.peak:g} requests a second at the peak are too many for {there}: the cheapest that would do is {needed}."
+    )
+
+
+def settings_for(fleet: Fleet, verdict: str) -> str:
+    """Return the tiers as settings that ``qarr up`` takes."""
+    lines = [f"# {verdict}"]
+    for tier in PRECISIONS:
+        lines += [f"[tiers.{tier}]", f"replicas = {fleet.replicas(tier)}"]
+        sizes = {engine.plan.gpus_per_replica: engine for engine, _ in fleet.counts if engine.tier is tier}
+        if sizes:
+            engine = sizes[max(sizes)]
+            lines += [f"tensor_parallel = {max(sizes)}  # on {engine.gpu}"] * (max(sizes) > 1)
+            lines += [f"max_num_seqs = {engine.plan.batch}"]
+    return "\n".join(lines) + "\n"
