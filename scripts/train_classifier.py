@@ -353,11 +353,11 @@ def measure(
 def print_worst(
     prompts: Sequence[Prompt], labels: Sequence[list[str]], scores: dict[int, list[float]], most: int
 ) -> None:
-    """Print the prompts that were surest and wrong about code, the worst first."""
-    wrong = [row for row, odds in scores.items() if (odds[HAS] >= 0) != (NAMES[HAS] in labels[row])]
-    for row in sorted(wrong, key=lambda row: -abs(scores[row][HAS]))[:most]:
-        text = " ".join(prompts[row]["text"].split())
-        print(f"{'missed' if NAMES[HAS] in labels[row] else 'false':8}{scores[row][HAS]:6.1f}  {text[:150]}")
+    """Print prompts that were falsely called code, and prompts with code that were missed, the surest first."""
+    for name, there in (("false", False), ("missed", True)):
+        mine = [row for row in scores if (NAMES[HAS] in labels[row]) is there and (scores[row][HAS] >= 0) is not there]
+        for row in sorted(mine, key=lambda row: -abs(scores[row][HAS]))[: most // 2]:
+            print(f"{name:8}{' '.join(prompts[row]['text'].split())[:100]}")
 
 
 def calibration_error(pairs: Sequence[tuple[float, bool]], bins: int = 15) -> float:
