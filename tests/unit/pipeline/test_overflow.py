@@ -392,9 +392,10 @@ async def test_requests_that_wait_go_there_later(tmp_path: Path) -> None:
         assert not first.done()
         waited = await first
         assert "(no slot became free within " in waited.headers["x-qarr-reason"]
-        assert int(waited.headers["x-qarr-queue-ms"]) >= wait_s * 1000
+        least_ms = wait_s * 1000 - 1  # uvloop counts its timers in whole milliseconds
+        assert int(waited.headers["x-qarr-queue-ms"]) >= least_ms
         await at.ended()
-        assert (await at.record())["queue_ms"] >= wait_s * 1000
+        assert (await at.record())["queue_ms"] >= least_ms
 
 
 async def test_none_that_is_ready(tmp_path: Path) -> None:
