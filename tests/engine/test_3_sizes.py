@@ -33,8 +33,8 @@ def test_running_engines_have_the_planned_kv_cache(up: Up) -> None:
     """Each has as many whole blocks of tokens as its memory holds by the plan; the command says the same."""
     checkpoints = finished(prepare_options(load_settings(None)))
     planned = json.loads(subprocess.run([QARR, "plan", "--json"], capture_output=True, text=True, check=True).stdout)
-    assert [tier["tier"] for tier in planned["tiers"]] == [made.tier for made in checkpoints] == list(STANDARD_TIERS)
-    for made, tier in zip(checkpoints, planned["tiers"], strict=True):
+    assert [tier["tier"] for tier in planned["engines"]] == [made.tier for made in checkpoints] == list(STANDARD_TIERS)
+    for made, tier in zip(checkpoints, planned["engines"], strict=True):
         each = kv_bytes_per_token(find_config(str(made.path)))
         assert tier["kv_bytes_per_token"] == each
         assert tier["max_sequences"] == GIB // (planned["context"] * each)
