@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from tests.fakes import engine as fake
-from tests.ports import reserved_ports
+from tests.ports import reserved_range
 from tiers.fleet import Fleet
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
 from tiers.replica import Replica
@@ -76,7 +76,8 @@ async def own_engines(
     for spec in specs:
         assert spec.checkpoint is not None
         spec.checkpoint.mkdir(exist_ok=True)
-    ports = reserved_ports(len(specs))
+    first = reserved_range(len(specs) + 4)  # also for those that take the place of others
+    ports = range(first, first + len(specs))
     launches = [
         EngineLaunch(spec, Placement(kv_cache_gib=gib), python, "fake", "127.0.0.1", port, "key")
         for spec, port in zip(specs, ports, strict=True)
