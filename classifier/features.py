@@ -14,9 +14,8 @@ CHARS_PER_TOKEN = 3.0  # English prose has 4 to 5, code fewer: the estimate errs
 PIECE_CHARS = 50_000  # of a text that is counted at once
 LONG_TOKENS = 1500
 _EVEN = 0.5
-BEYOND_TRIVIAL = (
-    0.6  # probability from which work is more than trivial: 85 % of trivial prose is found, 10 % of other called it
-)
+# Probability from which work is more than trivial: so 85 % of trivial prose is found, and 10 % of other prose called it.
+BEYOND_TRIVIAL = 0.6
 DOUBT = 0.18  # distance of the probability of code from even, below which a second look may change the answer
 _WIDE = re.compile("[\u2e80-\U0010ffff]")  # from here on scripts without spaces, about a token a character
 _WHITE_OR_NOT = b"".join(b" " if chr(byte).isspace() else b"x" for byte in range(256))
@@ -36,7 +35,7 @@ class PromptFeatures:
         language: Programming language held or asked for, lower case; None where there is none, it is left open or rare.
         prompt_class: The kind of work.
         confidence: Probability that ``prompt_class`` is right, 0..1; of ``unknown``, that nothing can be said.
-        signals: Names of certain marks of code, or the length by which a prompt is long, for people.
+        signals: Names of certain marks of code, the length by which a prompt is long, ``second look``; for people.
         complexity: How much work is asked for; None where it has not been judged.
         doubtful: Whether it may have code and may not, so that a second look is worth its time.
     """

@@ -1,6 +1,6 @@
 """A second look at a prompt that may or may not have code: a small transformer, fine-tuned on the same prompts.
 
-It knows more of language than the first look, which takes a tenth of a millisecond; this takes one to four. It needs
+It knows more of language than the first look, which takes a tenth of a millisecond; this takes two to ten. It needs
 onnxruntime, which ``qarr[second-look]`` installs. ``scripts/train_second_look.py`` makes its files.
 """
 

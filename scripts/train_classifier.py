@@ -1,12 +1,13 @@
 """Train the classifier's weights from labelled prompts and write the files that come with the package.
 
-    python scripts/train_classifier.py --data PLACE [--data PLACE ...] [--output classifier/weights.ftz]
-    python scripts/train_classifier.py --data PLACE [--data PLACE ...] --left-out batch|domain|language
+    .venv-classifier/bin/python scripts/train_classifier.py --data PLACE [--data PLACE ...] [--output classifier/weights.ftz]
+    .venv-classifier/bin/python scripts/train_classifier.py --data PLACE [--data PLACE ...] --left-out batch|domain|language
 
-Needs fastText with training (``fasttext-wheel``) and NumPy 1. A place is a folder or a file of JSON lines, packed or not,
-with these fields: ``text``, ``contains_code``, ``asks_for_code``, ``language``, ``class``, ``source``, and where they are
-known ``complexity``, ``domain`` and ``nl`` (the language that it is written in). Prompts whose source starts with
-``written`` are the users' kind and count ``REPEATS`` times; of each other source there are ``CAP`` at most.
+``scripts/setup classifier`` makes that environment: fastText with training needs NumPy 1. A place is a folder or a file of
+JSON lines, packed or not, with these fields: ``text``, ``contains_code``, ``asks_for_code``, ``language``, ``class``,
+``source``, and where they are known ``complexity``, ``domain`` and ``nl`` (the language that it is written in). Prompts
+whose source starts with ``written`` are the users' kind and count ``REPEATS`` times; of each other source there are ``CAP``
+at most.
 
 ``--left-out`` writes nothing: it leaves whole batches (sources), domains or languages of written prompts out, a part at a
 time, and prints how good what is trained without them is on them: mean and standard deviation over the parts. Probabilities

@@ -58,7 +58,7 @@ def classify(
     policy = policy_table(settings.policy, [tier.spec for tier in fleet.tiers])
 
     def classified(prompt: str) -> dict[str, Any]:
-        features = again(prompt, extract(prompt, counter), counter)
+        features = looked_at_again(prompt, extract(prompt, counter), counter)
         tier, reason = decided(prompt, features)
         why = {
             output: [(piece, round(weight, 2)) for piece, weight in pieces]
@@ -95,7 +95,7 @@ def idle_fleet(settings: Settings) -> FleetSnapshot:
     )
 
 
-def again(prompt: str, features: PromptFeatures, counter: TokenCounter) -> PromptFeatures:
+def looked_at_again(prompt: str, features: PromptFeatures, counter: TokenCounter) -> PromptFeatures:
     """Return the features after a second look, where that may change them."""
     second = load_second_look() if features.doubtful else None
     return features if second is None else extract(prompt, counter, second=second.read(prompt))

@@ -116,6 +116,7 @@ class _Plan:
     engines: Sequence[EngineType]
     lacks: Sequence[str]  # why there is no engine of some precision
     load: Load | None
+    currency: str | None = None  # None: GPUs or machines are counted
     best: Fleet | None = None
     alone: Mapping[TierName, Fleet | None] | None = None
     all_tiers: Fleet | None = None  # the cheapest with an engine of each, as without a plan
@@ -138,26 +139,26 @@ def plan(options: Options) -> None:
     if options.as_json:
         typer.echo(json.dumps(_json(target, demand, made), indent=2))
     else:
-        _show(target, demand, made, prices.currency)
+        _show(target, demand, made)
 
 
 def _planned(settings: Settings, options: Options, target: _Target, demand: Demand, prices: Prices) -> _Plan:
     engines: list[EngineType] = []
     lacks: list[str] = []
+    known = _prices(target.gpus, prices)
     for gpu, count in target.gpus.items():
         kv_bytes, paces = 1 if options.kv_fp8 else 2, target.paces
         plans, missing = engines_on_gpus(target.model, gpu, count, demand, kv_bytes=kv_bytes, paces=paces)
-        price = prices.of(gpu)
-        engines += [EngineType(gpu.name, each, each.gpus_per_replica * (price or 1.0)) for each in plans]
+        engines += [EngineType(gpu.name, each, each.gpus_per_replica * (known.get(gpu) or 1.0)) for each in plans]
         lacks += missing.values() if len(target.gpus) == 1 or len(missing) < len(PRECISIONS) else []
-        if price is None:
-            lacks.append(f"no price of {gpu.name} is known: it counts as 1; give --prices a file")
     if not target.gpus:
         cache = settings.engine.cpu_kv_cache_gib * GIB
         plans = engines_on_cpu(target.model, demand, kv_cache=cache, weights=target.weights, paces=target.paces)
         engines = [EngineType("", each, 1.0) for each in plans]
     if not engines:
         raise PlanError(lacks[0])
+    if target.gpus and not known:
+        lacks.append("no price of these GPUs is known: they are counted; give --prices a file")
     if options.load is None or not any(engine.rate for engine in engines):
         return _Plan(engines, lacks, None)
     load = _load(options, target)
@@ -166,9 +167,20 @@ def _planned(settings: Settings, options: Options, target: _Target, demand: Dema
     if options.loss is None:
         load = replace(load, budget=load.lost_by(TierName.BALANCED))
     best = cheapest(engines, load, available)
-    every = cheapest(engines, load, available, each=True)
-    verdict = verdict_on(best, singles, load, prices.currency) if best else missing_for(engines, load, available)
-    return _Plan(engines, lacks, load, best, singles, every, verdict)
+    every, currency = cheapest(engines, load, available, each=True), prices.currency if known else None
+    verdict = verdict_on(best, singles, load, currency) if best else missing_for(engines, load, available)
+    return _Plan(engines, lacks, load, currency, best, singles, every, verdict)
+
+
+def _prices(gpus: Mapping[GpuKind, int | None], prices: Prices) -> dict[GpuKind, float]:
+    """Return the prices of all kinds, or none: GPUs are counted where no price is known."""
+    found = {gpu: price for gpu in gpus if (price := prices.of(gpu)) is not None}
+    if found and len(found) < len(gpus):
+        unknown = ", ".join(gpu.name for gpu in gpus if gpu not in found)
+        raise PlanError(
+            f"no price of {unknown} is known, and one of the others is: give --prices a file with all of them"
+        )
+    return found
 
 
 def _load(options: Options, target: _Target) -> Load:
@@ -272,16 +284,13 @@ def _rate(text: str) -> float:
     return rate
 
 
-def _fleet_json(fleet: Fleet | None, demand: Demand, load: Load) -> dict[str, Any] | None:
+def _fleet_json(fleet: Fleet | None, demand: Demand, made: _Plan) -> dict[str, Any] | None:
     if fleet is None:
         return None
-    engines = [
-        {"tier": e.tier, "precision": e.plan.precision, "gpu": e.gpu or None, "replicas": count, **asdict(e.plan)}
-        for e, count in fleet.counts
-    ]
+    engines = [{"gpu": e.gpu or None, "replicas": count, **asdict(e.plan)} for e, count in fleet.counts]
     return {
-        "cost_per_hour": fleet.price,
-        "cost_per_million_tokens": _million(fleet, demand, load),
+        "cost_per_hour": fleet.price,  # or GPUs, or machines, where there is no currency
+        "cost_per_million_tokens": _million(fleet, demand, made),
         "answers_lost": fleet.lost,
         "shares": fleet.shares,
         "gpus": fleet.gpus,
@@ -289,8 +298,11 @@ def _fleet_json(fleet: Fleet | None, demand: Demand, load: Load) -> dict[str, An
     }
 
 
-def _million(fleet: Fleet, demand: Demand, load: Load) -> float:
-    return fleet.price / HOUR_S / (load.mean * demand.output_tokens) * 1e6
+def _million(fleet: Fleet, demand: Demand, made: _Plan) -> float | None:
+    """Return the cost of a million output tokens; None: no price is known."""
+    if made.currency is None or made.load is None:
+        return None
+    return fleet.price / HOUR_S / (made.load.mean * demand.output_tokens) * 1e6
 
 
 def _json(target: _Target, demand: Demand, made: _Plan) -> dict[str, Any]:
@@ -313,13 +325,14 @@ def _json(target: _Target, demand: Demand, made: _Plan) -> dict[str, Any]:
         "requests_per_s": load.mean,
         "peak_per_s": load.peak,
         "budget": load.budget,
-        "plan": _fleet_json(made.best, demand, load),
-        "alone": {tier: _fleet_json(fleet, demand, load) for tier, fleet in singles.items()},
-        "all_tiers": _fleet_json(made.all_tiers, demand, load),
+        "currency": made.currency,
+        "plan": _fleet_json(made.best, demand, made),
+        "alone": {tier: _fleet_json(fleet, demand, made) for tier, fleet in singles.items()},
+        "all_tiers": _fleet_json(made.all_tiers, demand, made),
     }
 
 
-def _show(target: _Target, demand: Demand, made: _Plan, currency: str) -> None:
+def _show(target: _Target, demand: Demand, made: _Plan) -> None:
     say = output(120).print
     active = target.model.active
     kind = "" if target.model.quantizable == active else f", {active / 1e9:.1f} of them a token"
@@ -334,7 +347,7 @@ def _show(target: _Target, demand: Demand, made: _Plan, currency: str) -> None:
     print_table(_engines_table(demand, made))
     if made.load is not None:
         say("")
-        print_table(_fleets_table(demand, made, currency))
+        print_table(_fleets_table(target, demand, made))
     say("")
     speed = target.speed or "not measured on this machine; 'qarr profile latency' does it, --gpus has a roofline"
     said = f"computed (roofline), not measured; engines {MOST_BUSY:.0%} busy" if speed == ROOFLINE else speed
@@ -367,10 +380,11 @@ def _engines_table(demand: Demand, made: _Plan) -> Table:
     return table
 
 
-def _fleets_table(demand: Demand, made: _Plan, currency: str) -> Table:
+def _fleets_table(target: _Target, demand: Demand, made: _Plan) -> Table:
     assert made.load is not None
     table = Table("fleet", "engines", box=None)
-    for name in ("share of requests", f"{currency} an hour", "1M tokens", "lost of 100"):
+    price = f"{made.currency} an hour" if made.currency else "GPUs" if target.gpus else "machines"
+    for name in ("share of requests", price, "1M tokens", "lost of 100"):
         table.add_column(name, justify="right")
     rows = {"planned": made.best, **{f"{tier} alone": fleet for tier, fleet in (made.alone or {}).items()}}
     for name, fleet in {**rows, "all three": made.all_tiers}.items():
@@ -382,7 +396,7 @@ def _fleets_table(demand: Demand, made: _Plan, currency: str) -> Table:
             for e, count in fleet.counts
         )
         shares = " / ".join(f"{fleet.shares.get(tier, 0):.0%}" for tier in PRECISIONS)
-        money = _number(fleet.price, 2), _number(_million(fleet, demand, made.load), 3)
+        money = _number(fleet.price, 2 if made.currency else 0), _number(_million(fleet, demand, made), 3)
         table.add_row(
             name, engines, shares, *money, f"{fleet.lost * 100:.2f}", style="bold" if name == "planned" else ""
         )

@@ -49,7 +49,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class TierPlan:
+class EnginePlan:
     """One engine. Sizes in bytes, of all its GPUs together; None: its speed is not known."""
 
     tier: TierName
@@ -93,7 +93,7 @@ def engines_on_gpus(
     *,
     kv_bytes: int = 2,
     paces: Mapping[TierName, Pace] | None = None,
-) -> tuple[list[TierPlan], dict[TierName, str]]:
+) -> tuple[list[EnginePlan], dict[TierName, str]]:
     """Return the engines that GPUs of a kind hold, and with the arithmetic why there is none of a precision.
 
     Args:
@@ -125,7 +125,7 @@ def engines_on_cpu(
     kv_cache: int,
     weights: Mapping[TierName, int],
     paces: Mapping[TierName, Pace],
-) -> list[TierPlan]:
+) -> list[EnginePlan]:
     """Return the engine of each tier on this processor, which all of them share.
 
     Args:
@@ -193,11 +193,11 @@ class _Site:
         return [n for n in (1, 2, 4, 8, 16) if n <= most and self.model.attention_heads % n == 0]
 
 
-def _tier(engine: Engine, model: Architecture, demand: Demand) -> TierPlan:
+def _tier(engine: Engine, model: Architecture, demand: Demand) -> EnginePlan:
     gpus = max(engine.gpus, 1)
     each = model.sequence_bytes(demand.context, engine.kv_bytes, gpus)
     most = engine.kv_cache // each
-    found = TierPlan(
+    found = EnginePlan(
         engine.tier,
         str(engine.precision),
         engine.weights,

@@ -8,7 +8,7 @@ each precision in each period of the day, wanted is
                                      sum x GPUs <= GPUs of each kind that there are
                                      sum f loss <= budget * sum f, over the day
 
-x are whole numbers. HiGHS solves it exactly (Huangfu and Hall, Math. Prog. Comp. 10, 2018), by SciPy. Of fleets with one
+x are whole numbers. HiGHS solves it exactly (Huangfu and Hall, Math. Prog. Comp. 10, 2018). Of fleets with one
 price, that is taken which loses least. So a lower precision serves the prompts that lose least by it, and more of them while
 load is high: what the router's policy does.
 """
@@ -19,10 +19,11 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tiers.sizing.capacity import MOST_BUSY, TierPlan
+from tiers.sizing.capacity import MOST_BUSY, EnginePlan
 from tiers.spec import PRECISIONS, TierName
 
 _Row = tuple[dict[int, float], float, float]  # a sum of columns, and its bounds
+LEAST_SHARE = 1e-6  # of the requests: an engine that shares a machine and gets fewer is not needed
 LOSS_WEIGHT = 0.01  # of the least price, for losing all answers: it decides between fleets of one price
 
 
@@ -31,7 +32,7 @@ class EngineType:
     """An engine that may be started any number of times."""
 
     gpu: str  # its kind; empty: the processor, which engines of all precisions share
-    plan: TierPlan  # of one engine
+    plan: EnginePlan  # of one engine
     price: float  # of an hour; 1 for each GPU if no price is known
 
     @property
@@ -166,33 +167,32 @@ def cheapest(
     found = _solved(goal, [*program.carried(), *program.bounded(available, each=each)], len(engines))
     if found is None:
         return None
-    machines = round(found[0])
-    numbers = [machines if program.shared else round(found[e]) for e in range(len(engines))]
-    counts = tuple((engine, count) for engine, count in zip(engines, numbers, strict=True) if count)
-    price = float(machines) if program.shared else sum(engine.price * count for engine, count in counts)
     shares = dict.fromkeys(program.tiers, 0.0)
     for (_, tier, _), column in flows.items():
         shares[tier] += found[column] / whole
+    machines = round(found[0])
+    numbers = [round(found[e]) if not program.shared else machines for e in range(len(engines))]
+    used = [engine.tier for engine in engines if not program.shared or shares[engine.tier] > LEAST_SHARE]
+    counts = tuple((engine, n) for engine, n in zip(engines, numbers, strict=True) if n and engine.tier in used)
+    price = float(machines) if program.shared else sum(engine.price * count for engine, count in counts)
     return Fleet(counts, price, sum(found[column] * loss for column, loss in lost.items()) / whole, shares)
 
 
 def _solved(goal: Mapping[int, float], rows: Sequence[_Row], whole_numbers: int) -> list[float] | None:
     """Return the columns' values that make the goal least, the first of them whole numbers; None: there are none."""
-    import numpy as np  # noqa: PLC0415  needed here alone
-    from scipy.optimize import LinearConstraint, milp  # noqa: PLC0415
+    from highspy import Highs, HighsModelStatus, HighsVarType  # noqa: PLC0415  needed here alone
 
-    matrix = np.zeros((len(rows), len(goal)))
-    for number, (terms, _, _) in enumerate(rows):
-        matrix[number, list(terms)] = list(terms.values())
-    bounds = LinearConstraint(matrix, [low for _, low, _ in rows], [high for _, _, high in rows])
-    integral = [column < whole_numbers for column in range(len(goal))]
-    found = milp(
-        [goal[column] for column in range(len(goal))],
-        constraints=bounds,
-        integrality=integral,
-        options={"mip_rel_gap": 0},
-    )
-    return None if found.x is None else [float(value) for value in found.x]
+    solver = Highs()  # type: ignore[no-untyped-call]
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("mip_rel_gap", 0.0)
+    for column in range(len(goal)):
+        solver.addCol(goal[column], 0.0, math.inf, 0, [], [])
+        if column < whole_numbers:
+            solver.changeColIntegrality(column, HighsVarType.kInteger)
+    for terms, low, high in rows:
+        solver.addRow(low, high, len(terms), list(terms), list(terms.values()))
+    solver.run()
+    return list(solver.getSolution().col_value) if solver.getModelStatus() == HighsModelStatus.kOptimal else None
 
 
 def alone(

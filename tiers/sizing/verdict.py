@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from tiers.errors import PlanError
 from tiers.sizing.fleet import EngineType, Fleet, Load, cheapest
 from tiers.spec import PRECISIONS, TierName
 
@@ -19,31 +20,33 @@ def _count(fleet: Fleet) -> str:
     return " and ".join(f"{count} x {name}" for name, count in found.items())
 
 
-def _costs(fleet: Fleet) -> str:
-    shared = any(not engine.gpu for engine, _ in fleet.counts)
-    return f"{fleet.price:,.0f} machines like this one" if shared else f"{fleet.price:,.2f} an hour"
+def _costs(fleet: Fleet, currency: str | None) -> str:
+    if currency is not None:
+        return f"{fleet.price:,.2f} {currency} an hour"
+    what = "GPU" if fleet.counts[0][0].gpu else "machine"
+    return f"{fleet.price:,.0f} {what}{'s' * (fleet.price > 1)}"
 
 
 def _answers(lost: float) -> str:
     return "none" if lost < 5e-5 else f"{lost * 100:.2g} answers of 100"  # noqa: PLR2004  less is not told
 
 
-def verdict_on(best: Fleet, singles: Mapping[TierName, Fleet | None], load: Load, currency: str) -> str:
-    """Return the plan in a sentence, beside each precision alone."""
+def verdict_on(best: Fleet, singles: Mapping[TierName, Fleet | None], load: Load, currency: str | None) -> str:
+    """Return the plan in a sentence, beside each precision alone; without a currency GPUs or machines are counted."""
     used = {engine.tier for engine, _ in best.counts}
     if len(used) == 1:
         name = NAMES[best.counts[0][0].plan.precision]
         return (
-            f"{name} alone is best here: it costs {_costs(best)} ({currency}) and loses {_answers(best.lost)}, within the "
+            f"{name} alone is best here: it costs {_costs(best, currency)} and loses {_answers(best.lost)}, within the "
             f"{_answers(load.budget)} allowed; further precisions would not pay."
         )
-    said = [f"{_count(best)} cost {_costs(best)} ({currency}) and lose {_answers(best.lost)}"]
+    said = [f"{_count(best)} cost {_costs(best, currency)} and lose {_answers(best.lost)}"]
     for tier, fleet in singles.items():
         name = NAMES[str(PRECISIONS[tier])]
         if fleet is None:
             said.append(f"{name} alone does not carry it on these GPUs")
         else:
-            same = "the same" if abs(fleet.price - best.price) < 0.005 else _costs(fleet)  # noqa: PLR2004  a cent's half
+            same = "the same" if abs(fleet.price - best.price) < 0.005 else _costs(fleet, currency)  # noqa: PLR2004  a cent's half
             over = ", over the budget" if fleet.lost > load.budget + 1e-9 else ""
             said.append(f"{name} alone costs {same} and loses {_answers(fleet.lost)}{over}")
     return "; ".join(said) + "."
@@ -63,13 +66,23 @@ def missing_for(engines: Sequence[EngineType], load: Load, available: Mapping[st
 
 
 def settings_for(fleet: Fleet, verdict: str) -> str:
-    """Return the tiers as settings that ``qarr up`` takes."""
+    """Return the tiers as settings that ``qarr up`` takes.
+
+    Raises:
+        PlanError: A tier has engines on different numbers of GPUs, which its settings cannot hold.
+    """
     lines = [f"# {verdict}"]
     for tier in PRECISIONS:
+        mine = [engine for engine, _ in fleet.counts if engine.tier is tier]
+        sizes = sorted({engine.plan.gpus_per_replica for engine in mine})
+        if len(sizes) > 1:
+            raise PlanError(
+                f"the plan has {tier} on {' and on '.join(map(str, sizes))} GPUs, and a tier's settings have one number: "
+                f"give --gpus fewer kinds or numbers, or start the engines yourself and give tiers.{tier}.urls"
+            )
         lines += [f"[tiers.{tier}]", f"replicas = {fleet.replicas(tier)}"]
-        sizes = {engine.plan.gpus_per_replica: engine for engine, _ in fleet.counts if engine.tier is tier}
-        if sizes:
-            engine = sizes[max(sizes)]
-            lines += [f"tensor_parallel = {max(sizes)}  # on {engine.gpu}"] * (max(sizes) > 1)
-            lines += [f"max_num_seqs = {engine.plan.batch}"]
+        if mine and sizes[0] > 1:
+            lines.append(f"tensor_parallel = {sizes[0]}  # on {', '.join(engine.gpu for engine in mine)}")
+        if mine:
+            lines.append(f"max_num_seqs = {min(engine.plan.batch for engine in mine)}")
     return "\n".join(lines) + "\n"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from classifier import EstimatingCounter, PromptClass, PromptFeatures, extract, load_second_look
+from classifier import EstimatingCounter, PromptClass, PromptFeatures, extract
 from tests.unit.classifier.cases import ASKS, CONTAINS, CONTAINS_AND_ASKS, NEITHER
 
 COUNTER = EstimatingCounter()
@@ -14,10 +14,7 @@ LONG_PROSE = "The committee met again in the spring and spoke about the harbour 
 
 
 def read(text: str) -> PromptFeatures:
-    """Return the features, after a second look where the first is in doubt."""
-    first, second = extract(text, COUNTER), load_second_look()
-    assert second is not None
-    return extract(text, COUNTER, second=second.read(text)) if first.doubtful else first
+    return extract(text, COUNTER)
 
 
 def language_fits(expected: str, found: str | None) -> bool:

@@ -1,7 +1,9 @@
 """The model and its files: what it reads of a text, what it finds, what weighed most, and which files are refused."""
 
 import json
+import random
 import shutil
+import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +27,7 @@ from classifier.model import (
     shipped_model,
 )
 
+ROOT = Path(__file__).resolve().parents[3]
 TEXT = st.text(st.characters(), max_size=300)  # unpaired surrogates too
 
 
@@ -159,3 +162,44 @@ def test_weights_of_other_code_are_refused(change: dict[str, object], message: s
     (tmp_path / ABOUT_FILE).write_text(json.dumps(about), "utf-8")
     with pytest.raises(WeightsError, match=message):
         load_model(file)
+
+
+def write_prompts(file: Path) -> None:
+    rng = random.Random(0)
+    rows = []
+    for number in range(1200):
+        thing = rng.choice(("list", "table", "page", "garden", "letter", "number"))
+        language = rng.choice(("rust", "lua"))
+        code = number % 2 == 0
+        rows.append(
+            {
+                "text": f"write a {language} function for a {thing}"
+                if code
+                else f"tell me about the {thing} of my aunt",
+                "contains_code": False,
+                "asks_for_code": code,
+                "language": language if code else None,
+                "class": "code" if code else rng.choice(("chat", "writing")),
+                "complexity": "moderate" if number % 3 else "trivial",
+                "source": f"written:{number % 5}" if number % 4 else f"pool {number % 7}",
+            }
+        )
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+
+
+def test_one_command_writes_the_same_files_twice(tmp_path: Path) -> None:
+    """The script trains from a file, byte for byte the same, and the model tells what it was taught."""
+    write_prompts(tmp_path / "written.jsonl")
+    outputs = [tmp_path / name / WEIGHTS_FILE.name for name in ("a", "b")]
+    for output in outputs:
+        output.parent.mkdir()
+        command = [ROOT / ".venv-classifier/bin/python", ROOT / "scripts/train_classifier.py"]
+        subprocess.run([*command, "--data", tmp_path, "--output", output], check=True, capture_output=True)
+    for name in (WEIGHTS_FILE.name, ABOUT_FILE):
+        first, second = (output.with_name(name).read_bytes() for output in outputs)
+        assert first == second
+    model = load_model(outputs[0])
+    asked, told = model.predict("write a lua function for a garden"), model.predict("tell me about the page of my aunt")
+    assert asked.asks_for_code > 0.5 > told.has_code
+    assert asked.language == "lua"
+    assert model.about["prompts"]["written"] == 900

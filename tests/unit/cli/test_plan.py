@@ -64,7 +64,7 @@ def test_a_plan_and_what_it_is_compared_with() -> None:
         assert cell in text
     assert "speed: computed (roofline), not measured" in text
     assert "losses: published" in text
-    assert "BF16 alone is best here: it costs 7.98 an hour (USD) and loses none" in text
+    assert "BF16 alone is best here: it costs 7.98 USD an hour and loses none" in text
 
 
 def test_several_precisions_pay_where_traffic_has_a_peak() -> None:
@@ -74,8 +74,8 @@ def test_several_precisions_pay_where_traffic_has_a_peak() -> None:
         *("--mix", "coding", "--loss", "0.3", "--day", "0.3,0.5,1,2.2"),
     )
     flat = " ".join(text.split())
-    assert "1 x 4 bits and 1 x BF16 cost 19.95 an hour (USD) and lose 0.052 answers of 100" in flat
-    assert "FP8 alone costs 15.96 an hour and loses 0.45 answers of 100, over the budget" in flat
+    assert "1 x 4 bits and 1 x BF16 cost 19.95 USD an hour and lose 0.052 answers of 100" in flat
+    assert "FP8 alone costs 15.96 USD an hour and loses 0.45 answers of 100, over the budget" in flat
     assert "6 requests/s in the mean and 13.2 at the peak" in flat
 
 
@@ -84,7 +84,7 @@ def test_two_kinds_of_gpus_and_settings(tmp_path: Path) -> None:
     prices, file = tmp_path / "prices.json", tmp_path / "settings.toml"
     prices.write_text('{"currency": "EUR", "per_gpu_hour": {"A100": 2, "L4": 0.5}}')
     found = read(
-        *("--model", LLAMA, "--gpus", "2xA100,8xL4", "--load", "22/s", "--mix", "coding", "--loss", "0.2"),
+        *("--model", LLAMA, "--gpus", "2xA100,8xL4", "--load", "24/s", "--mix", "coding", "--loss", "0.2"),
         *("--prices", str(prices), "--write", str(file)),
     )
     planned = found["plan"]
@@ -96,6 +96,25 @@ def test_two_kinds_of_gpus_and_settings(tmp_path: Path) -> None:
     assert replicas == {
         tier: sum(each["replicas"] for each in planned["engines"] if each["tier"] == tier) for tier in STANDARD_TIERS
     }
+
+
+def test_settings_hold_one_size_of_engine_a_tier(tmp_path: Path) -> None:
+    """A plan that has two is not written, and what to do instead is said."""
+    prices, file = tmp_path / "prices.json", tmp_path / "settings.toml"
+    prices.write_text('{"per_gpu_hour": {"L4": 0.5}}')
+    with pytest.raises(PlanError, match=r"the plan has precise on 2 and on 4 GPUs, .*: give --gpus fewer"):
+        plan(
+            *("--model", LLAMA, "--gpus", "8xL4", "--load", "16/s", "--mix", "coding", "--loss", "0.2"),
+            *("--prices", str(prices), "--write", str(file)),
+        )
+    assert not file.exists()
+
+
+def test_gpus_without_a_price_are_counted() -> None:
+    found = read("--model", LLAMA, "--gpus", "L4", "--load", "4/s")
+    assert (found["currency"], found["plan"]["cost_per_million_tokens"]) == (None, None)
+    assert "GPUs and loses" in found["verdict"]
+    assert "no price of these GPUs is known" in found["notes"][0]
 
 
 def test_json_has_the_same() -> None:
@@ -162,6 +181,7 @@ def test_loads(load: str, rate: float) -> None:
         (("--gpus", "1xL4", "--context", "130000"), "fast does not fit on 1 x L4"),
         (("--gpus", "H100", "--tpot", "0.5"), "cannot keep the bounds"),
         (("--gpus", "H100,2xH100"), "H100 is named twice"),
+        (("--gpus", "H100,L4", "--load", "1/s"), "no price of L4 is known, and one of the others is"),
         (("--gpus", "H100", "--load", "1/s", "--day", "1,-1"), "numbers from 0 with commas between"),
         (("--gpus", "H100", "--load", "1/s", "--mix", "poetry"), "neither chat, coding, rag nor a decision log"),
         (("--gpus", "H100", "--write", "none.toml"), "is not written: no --load is given"),
@@ -200,5 +220,6 @@ def test_a_measured_profile_comes_before_the_roofline(tmp_path: Path) -> None:
     assert [each["tpot_ms"] for each in found["engines"]] == pytest.approx(
         [10 + 5 * n + 1 + 10 * 40 / 250 for n in range(3)]
     )
-    by_fast = read("--model", LLAMA, "--load", "0.1/s", "--max-num-seqs", "10", "--profile", str(path))
-    assert by_fast["plan"]["cost_per_hour"] == 1  # machine
+    here = read("--model", LLAMA, "--load", "0.1/s", "--max-num-seqs", "10", "--profile", str(path))
+    assert [(each["tier"], each["replicas"]) for each in here["plan"]["engines"]] == [("precise", 1)]
+    assert here["verdict"].startswith("BF16 alone is best here: it costs 1 machine and loses none")

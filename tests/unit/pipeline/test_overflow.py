@@ -392,7 +392,7 @@ async def test_requests_that_wait_go_there_later(tmp_path: Path) -> None:
         assert not first.done()
         waited = await first
         assert "(no slot became free within " in waited.headers["x-qarr-reason"]
-        least_ms = wait_s * 1000 - 1  # uvloop counts its timers in whole milliseconds
+        least_ms = wait_s * 1000 - 10  # a timer of libuv counts from when its loop last read the clock
         assert int(waited.headers["x-qarr-queue-ms"]) >= least_ms
         await at.ended()
         assert (await at.record())["queue_ms"] >= least_ms

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.tiers.sizing.test_architecture import PUBLISHED, read
 from tiers.plan import GIB
 from tiers.sizing.architecture import architecture
-from tiers.sizing.capacity import Demand, TierPlan, engines_on_cpu, engines_on_gpus
+from tiers.sizing.capacity import Demand, EnginePlan, engines_on_cpu, engines_on_gpus
 from tiers.sizing.hardware import parse_gpus
 from tiers.sizing.roofline import Roofline
 from tiers.spec import STANDARD_TIERS, Precision, TierName
@@ -30,14 +30,14 @@ class Steady:
         return 20.0
 
 
-def engines(name: str, gpus: str, demand: Demand = DEMAND, **options: object) -> dict[TierName, list[TierPlan]]:
+def engines(name: str, gpus: str, demand: Demand = DEMAND, **options: object) -> dict[TierName, list[EnginePlan]]:
     """Return the engines of each tier, from the fewest GPUs."""
     kind, count = parse_gpus(gpus)
     found, _ = engines_on_gpus(architecture(read(name)), kind, count, demand, **options)  # type: ignore[arg-type]
     return {tier: [each for each in found if each.tier is tier] for tier in STANDARD_TIERS}
 
 
-def engine(name: str, gpus: str, tier: TierName, demand: Demand = DEMAND, **options: object) -> TierPlan:
+def engine(name: str, gpus: str, tier: TierName, demand: Demand = DEMAND, **options: object) -> EnginePlan:
     return engines(name, gpus, demand, **options)[tier][0]
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiers.sizing.capacity import MOST_BUSY, TierPlan
+from tiers.sizing.capacity import MOST_BUSY, EnginePlan
 from tiers.sizing.fleet import EngineType, Load, alone, cheapest
 from tiers.spec import STANDARD_TIERS, TierName
 
@@ -18,7 +18,7 @@ LOSS = {FAST: {"easy": 0.0, "hard": 0.1}, BALANCED: {"easy": 0.0, "hard": 0.01},
 
 def engine(tier: TierName, rate: float, price: float, gpu: str = "H100", gpus: int = 1) -> EngineType:
     """Return an engine that serves ``rate`` requests a second, as busy as planned."""
-    return EngineType(gpu, TierPlan(tier, "p", 1, 1, 1, gpus, 1, 1, 1.0, 1.0, rate / MOST_BUSY, 1.0), price)
+    return EngineType(gpu, EnginePlan(tier, "p", 1, 1, 1, gpus, 1, 1, 1.0, 1.0, rate / MOST_BUSY, 1.0), price)
 
 
 THREE = [engine(FAST, 20, 1), engine(BALANCED, 12, 1), engine(PRECISE, 10, 1)]
