@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,7 @@ from router.policy.decision_log import DecisionLog
 from router.policy.profiles import Fit, FitError, LatencyProfile, latency_name
 from router.settings import load_settings
 from tests.unit.cli.stub_router import qarr
+from tests.unit.own_router import QARR
 from tests.unit.tiers.sizing.test_architecture import CONFIGS
 from tiers.errors import PlanError
 from tiers.snapshot import FleetSnapshot
@@ -128,6 +130,13 @@ def test_json_has_the_same() -> None:
     assert sum(found["plan"]["shares"].values()) == pytest.approx(1)
     assert found["all_tiers"] is None  # three engines need three GPUs
     assert "plan" not in read("--model", LLAMA, "--gpus", "2xH100")
+
+
+def test_standard_output_has_the_plan_alone() -> None:
+    """What the solver's library may print would break a program that reads it."""
+    args = [QARR, "plan", "--model", LLAMA, "--gpus", "2xH100", "--load", "40/s", "--json"]
+    done = subprocess.run(args, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["plan"] is not None
 
 
 def test_what_is_missing_is_told() -> None:
