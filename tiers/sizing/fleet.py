@@ -6,6 +6,7 @@ each precision in each period of the day, wanted is
     least  sum x price    so that    sum f over precisions = load of the kind in the period
                                      sum f over kinds <= sum x rate over the precision's engines, in each period
                                      sum x GPUs <= GPUs of each kind that there are
+                                     engines of a precision have one number of GPUs, as its settings do
                                      sum f loss <= budget * sum f, over the day
 
 x are whole numbers. HiGHS solves it exactly (Huangfu and Hall, Math. Prog. Comp. 10, 2018). Of fleets with one
@@ -94,7 +95,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """The columns: engines, then flows of a kind to a tier in a part of the day."""
+    """The columns: engines; whether a tier's have so many GPUs; flows of a kind to a tier in a part of the day."""
 
     engines: Sequence[EngineType]
     load: Load
@@ -106,11 +107,17 @@ class _Program:
         return not self.engines[0].gpu
 
     @property
+    def sizes(self) -> dict[tuple[TierName, int], int]:
+        """Return the column of each tier's numbers of GPUs."""
+        found = dict.fromkeys((engine.tier, engine.plan.gpus_per_replica) for engine in self.engines)
+        return {size: len(self.engines) + number for number, size in enumerate(found)}
+
+    @property
     def flows(self) -> dict[tuple[Hashable, TierName, int], int]:
         """Return the column of each flow."""
-        parts = range(len(self.load.course))
+        parts, before = range(len(self.load.course)), len(self.engines) + len(self.sizes)
         flows = [(kind, tier, part) for part in parts for kind in self.load.by_kind for tier in self.tiers]
-        return {flow: len(self.engines) + number for number, flow in enumerate(flows)}
+        return {flow: before + number for number, flow in enumerate(flows)}
 
     def carried(self) -> Iterator[_Row]:
         """Yield that all requests are served, and by engines that there are."""
@@ -134,6 +141,12 @@ class _Program:
                 yield mine, 0.0, float(most)
         for tier in self.tiers if each else ():
             yield dict.fromkeys(self.of(tier), 1.0), 1.0, math.inf
+        for tier in self.tiers:
+            yield {column: 1.0 for (one, _), column in self.sizes.items() if one is tier}, 0.0, 1.0
+        for (tier, gpus), column in self.sizes.items():
+            mine = [e for e in self.of(tier) if self.engines[e].plan.gpus_per_replica == gpus]
+            most = 1 + self.load.peak / min(self.engines[e].rate for e in mine)
+            yield dict.fromkeys(mine, 1.0) | {column: -math.ceil(most)}, -math.inf, 0.0
         yield self.lost(), 0.0, self.load.budget * self.load.mean * len(self.load.course)
 
     def of(self, tier: TierName) -> list[int]:
@@ -163,8 +176,10 @@ def cheapest(
     flows, lost, whole = program.flows, program.lost(), load.mean * len(load.course)
     prices = [engine.price for engine in engines]
     tie = LOSS_WEIGHT * min(filter(None, prices), default=1.0) / whole
-    goal = dict(enumerate(prices)) | {column: tie * loss for column, loss in lost.items()}
-    found = _solved(goal, [*program.carried(), *program.bounded(available, each=each)], len(engines))
+    goal = dict(enumerate(prices)) | dict.fromkeys(program.sizes.values(), 0.0)
+    goal |= {column: tie * loss for column, loss in lost.items()}
+    whole_numbers = len(engines) + len(program.sizes)
+    found = _solved(goal, [*program.carried(), *program.bounded(available, each=each)], whole_numbers)
     if found is None:
         return None
     shares = dict.fromkeys(program.tiers, 0.0)

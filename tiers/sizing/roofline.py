@@ -1,14 +1,14 @@
 """How fast an engine can be on a GPU: the longer of reading and computing (roofline; Williams et al., CACM 52(4), 2009).
 
-A decode step reads the weights once and the KV cache of every sequence, and computes two operations a weight and token. A
-prompt is computed in chunks, so near the processor's rate. Attention's own operations are left out: of an 8B model, 3 % at
-1,000 tokens.
+In a decode step the linear layers read the weights once and compute two operations a weight and token; attention, between
+them, reads the KV cache of every sequence. A prompt is computed in chunks, so near the processor's rate. Attention's own
+operations are left out: of an 8B model, 3 % at 1,000 tokens.
 
-Assumptions: 80 % of the memory's bandwidth is reached, and of the dense peak 60 % in BF16, 45 % in FP8, 45 % of BF16's with
-4-bit weights, which kernels unpack to BF16 (MARLIN, arXiv 2408.11743). 1 ms a step goes to scheduling, sampling and gaps
-between kernels. With tensor parallelism every layer adds two all-reduces of 15 µs. So times are on the fast side: FP8 Llama
-3.1 8B on one H100, with prompts of 800 and answers of 128 tokens, comes to 6,400 tokens a second; Red Hat's MLPerf 5.1
-result with vLLM for summaries of news of up to 128 tokens is 5,777.
+Assumptions: 80 % of the memory's bandwidth is reached, and of the dense peak 60 % in BF16, 40 % in FP8, and 40 % of BF16's
+with 4-bit weights, which kernels unpack to BF16: alone, Marlin's computes 0.6 to 0.7 times as fast as BF16's from 512 tokens
+a step on, and is bound by reading below 32 (vllm-project/vllm, pull request 2497). 1 ms a step goes to scheduling, sampling
+and gaps between kernels. With tensor parallelism every layer adds two all-reduces of 15 µs. The shares are round numbers
+near those that fit ``benchmarks/roofline.py`` best, which compares this with published speeds of vLLM.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tiers.sizing.hardware import GpuKind
 
 BANDWIDTH_REACHED = 0.8
-PEAK_REACHED = {Precision.BF16: 0.6, Precision.FP8: 0.45, Precision.AWQ_INT4: 0.45}
+PEAK_REACHED = {Precision.BF16: 0.6, Precision.FP8: 0.4, Precision.AWQ_INT4: 0.4}
 OVERHEAD_MS = 1.0
 ALL_REDUCE_MS = 0.015
 ALL_REDUCES = 2  # a layer: after attention, and after the feed-forward part
@@ -59,10 +59,10 @@ class Roofline:
     def step_ms(self, sequences: int) -> float:
         """Return the time of one decode step of a batch, in milliseconds."""
         kept = self.model.sequence_bytes(self.context, self.kv_bytes, self.gpus) * sequences
-        read = self._weights(sequences) / self._bandwidth + kept / (self.gpu.bandwidth_gb_s * 1e9 * BANDWIDTH_REACHED)
         head = 2 * self.model.head * sequences / (self._bf16_flops * self.gpus)
         compute = 2 * self.model.active * sequences / (self._flops * self.gpus) + head
-        return 1000 * max(read, compute) + OVERHEAD_MS + self._reduced_ms
+        linear = max(self._weights(sequences) / self._bandwidth, compute)
+        return 1000 * (linear + kept / (self._bandwidth / self.gpus)) + OVERHEAD_MS + self._reduced_ms
 
     @property
     def _bandwidth(self) -> float:

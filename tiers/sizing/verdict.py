@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from tiers.errors import PlanError
 from tiers.sizing.fleet import EngineType, Fleet, Load, cheapest
 from tiers.spec import PRECISIONS, TierName
 
@@ -66,23 +65,15 @@ def missing_for(engines: Sequence[EngineType], load: Load, available: Mapping[st
 
 
 def settings_for(fleet: Fleet, verdict: str) -> str:
-    """Return the tiers as settings that ``qarr up`` takes.
-
-    Raises:
-        PlanError: A tier has engines on different numbers of GPUs, which its settings cannot hold.
-    """
+    """Return the tiers as settings that ``qarr up`` takes."""
     lines = [f"# {verdict}"]
     for tier in PRECISIONS:
         mine = [engine for engine, _ in fleet.counts if engine.tier is tier]
-        sizes = sorted({engine.plan.gpus_per_replica for engine in mine})
-        if len(sizes) > 1:
-            raise PlanError(
-                f"the plan has {tier} on {' and on '.join(map(str, sizes))} GPUs, and a tier's settings have one number: "
-                f"give --gpus fewer kinds or numbers, or start the engines yourself and give tiers.{tier}.urls"
-            )
         lines += [f"[tiers.{tier}]", f"replicas = {fleet.replicas(tier)}"]
-        if mine and sizes[0] > 1:
-            lines.append(f"tensor_parallel = {sizes[0]}  # on {', '.join(engine.gpu for engine in mine)}")
+        if mine and mine[0].plan.gpus_per_replica > 1:
+            lines.append(
+                f"tensor_parallel = {mine[0].plan.gpus_per_replica}  # on {', '.join(engine.gpu for engine in mine)}"
+            )
         if mine:
             lines.append(f"max_num_seqs = {min(engine.plan.batch for engine in mine)}")
     return "\n".join(lines) + "\n"

@@ -104,10 +104,11 @@ def test_on_a_processor_speeds_are_measured_or_unknown() -> None:
     assert found[2].tpot_ms == pytest.approx(30 + 2 * 16 + 16 * 100 / 50)
 
 
-def test_the_roofline_is_on_the_fast_side_of_a_published_result() -> None:
-    """FP8 Llama 3.1 8B on one H100, summaries of news: 5,777 tokens/s in MLPerf 5.1."""
-    balanced = engine("llama-3.1-8b", "H100", BALANCED, Demand(800, 128, 928))
-    assert 1.0 < (balanced.tokens_per_s or 0) / 5777 < 1.35
+@pytest.mark.parametrize(("gpu", "published"), [("H100", 5777), ("L40S", 1642)])
+def test_the_roofline_is_near_published_results(gpu: str, published: float) -> None:
+    """FP8 Llama 3.1 8B, summaries of news, tokens/s in MLPerf 5.1; ``benchmarks/roofline.py`` has more."""
+    balanced = engine("llama-3.1-8b", gpu, BALANCED, Demand(800, 128, 928))
+    assert 0.9 < (balanced.tokens_per_s or 0) / published < 1.25
 
 
 def test_the_roofline_follows_the_hardware() -> None:
