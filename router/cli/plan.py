@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.table import Table
@@ -26,7 +26,7 @@ from tiers.plan import GIB, held_bytes, machine_name, read_machine
 from tiers.sizing.architecture import Architecture, architecture
 from tiers.sizing.capacity import MOST_BUSY, Demand, engines_on_cpu, engines_on_gpus
 from tiers.sizing.find_config import find_config
-from tiers.sizing.fleet import EngineType, Fleet, Load, alone, cheapest
+from tiers.sizing.fleet import EngineType, Fleet, Load, alone, as_set, cheapest
 from tiers.sizing.hardware import PRICES, GpuKind, Prices, known_gpus, parse_all_gpus, read_prices
 from tiers.sizing.verdict import missing_for, settings_for, verdict_on
 from tiers.spec import PRECISIONS, TierName
@@ -35,6 +35,7 @@ from tiers.speed import SpeedModel
 Kind = tuple[PromptClass, Complexity]
 ROOFLINE = "roofline"
 HOUR_S = 3600
+LEAST_SHOWN = 0.005  # of a kind's requests
 _LOAD = re.compile(r"([\d.]+)\s*/\s*(s|min|h)|([\d.]+)")
 _PERIODS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 # Assumed shares of classes, and of trivial, moderate and complex work. Give a decision log for your own.
@@ -119,7 +120,7 @@ class _Plan:
     currency: str | None = None  # None: GPUs or machines are counted
     best: Fleet | None = None
     alone: Mapping[TierName, Fleet | None] | None = None
-    all_tiers: Fleet | None = None  # the cheapest with an engine of each, as without a plan
+    present: Fleet | None = None  # as the settings have it
     verdict: str = ""
 
 
@@ -140,6 +141,8 @@ def plan(options: Options) -> None:
         typer.echo(json.dumps(_json(target, demand, made), indent=2))
     else:
         _show(target, demand, made)
+    if made.load is not None and made.best is None:
+        raise typer.Exit(1)
 
 
 def _planned(settings: Settings, options: Options, target: _Target, demand: Demand, prices: Prices) -> _Plan:
@@ -167,9 +170,17 @@ def _planned(settings: Settings, options: Options, target: _Target, demand: Dema
     if options.loss is None:
         load = replace(load, budget=load.lost_by(TierName.BALANCED))
     best = cheapest(engines, load, available)
-    every, currency = cheapest(engines, load, available, each=True), prices.currency if known else None
+    currency = prices.currency if known else None
     verdict = verdict_on(best, singles, load, currency) if best else missing_for(engines, load, available)
-    return _Plan(engines, lacks, load, currency, best, singles, every, verdict)
+    return _Plan(engines, lacks, load, currency, best, singles, _present(settings, engines, load), verdict)
+
+
+def _present(settings: Settings, engines: Sequence[EngineType], load: Load) -> Fleet | None:
+    """Return what the engines that the settings name do; None: they do not fit, or do not carry the load."""
+    tiers = {tier: settings.tiers.of(tier) for tier in PRECISIONS}
+    mine = [each for each in engines if each.plan.gpus_per_replica in {0, tiers[each.tier].tensor_parallel}]
+    replicas = {tier: each.replicas_here for tier, each in tiers.items()}
+    return as_set(mine, load, {each.gpu for each in mine}, replicas) if mine else None
 
 
 def _prices(gpus: Mapping[GpuKind, int | None], prices: Prices) -> dict[GpuKind, float]:
@@ -328,7 +339,7 @@ def _json(target: _Target, demand: Demand, made: _Plan) -> dict[str, Any]:
         "currency": made.currency,
         "plan": _fleet_json(made.best, demand, made),
         "alone": {tier: _fleet_json(fleet, demand, made) for tier, fleet in singles.items()},
-        "all_tiers": _fleet_json(made.all_tiers, demand, made),
+        "as_set": _fleet_json(made.present, demand, made),
     }
 
 
@@ -348,6 +359,9 @@ def _show(target: _Target, demand: Demand, made: _Plan) -> None:
     if made.load is not None:
         say("")
         print_table(_fleets_table(target, demand, made))
+    if made.best is not None and len({engine.tier for engine, _ in made.best.counts}) > 1:
+        say("")
+        print_table(_kinds_table(made.best))
     say("")
     speed = target.speed or "not measured on this machine; 'qarr profile latency' does it, --gpus has a roofline"
     said = f"computed (roofline), not measured; engines {MOST_BUSY:.0%} busy" if speed == ROOFLINE else speed
@@ -387,7 +401,7 @@ def _fleets_table(target: _Target, demand: Demand, made: _Plan) -> Table:
     for name in ("share of requests", price, "1M tokens", "lost of 100"):
         table.add_column(name, justify="right")
     rows = {"planned": made.best, **{f"{tier} alone": fleet for tier, fleet in (made.alone or {}).items()}}
-    for name, fleet in {**rows, "all three": made.all_tiers}.items():
+    for name, fleet in {**rows, "as set": made.present}.items():
         if fleet is None:
             table.add_row(name, "does not carry it", style="dim")
             continue
@@ -400,6 +414,23 @@ def _fleets_table(target: _Target, demand: Demand, made: _Plan) -> Table:
         table.add_row(
             name, engines, shares, *money, f"{fleet.lost * 100:.2f}", style="bold" if name == "planned" else ""
         )
+    return table
+
+
+def _kinds_table(best: Fleet) -> Table:
+    """Return which precision the plan has for which prompts."""
+    kinds: dict[Kind, dict[TierName, float]] = {}
+    for (kind, tier), share in best.sent.items():
+        kinds.setdefault(cast("Kind", kind), {})[tier] = share
+    table = Table("planned for", *Complexity, box=None)
+    for name in dict.fromkeys(prompt_class for prompt_class, _ in kinds):
+        cells = []
+        for degree in Complexity:
+            shares = kinds.get((name, degree), {})
+            whole = sum(shares.values())
+            parts = {tier: share / whole for tier, share in shares.items() if whole and share / whole > LEAST_SHOWN}
+            cells.append(" ".join(parts if len(parts) == 1 else [f"{tier} {part:.0%}" for tier, part in parts.items()]))
+        table.add_row(name, *cells)
     return table
 
 

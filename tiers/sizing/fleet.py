@@ -17,8 +17,8 @@ load is high: what the router's policy does.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from tiers.sizing.capacity import MOST_BUSY, EnginePlan
 from tiers.spec import PRECISIONS, TierName
@@ -78,7 +78,15 @@ class Fleet:
     counts: tuple[tuple[EngineType, int], ...]  # of the types that there are
     price: float  # of an hour
     lost: float  # share of all answers
-    shares: Mapping[TierName, float]  # of all requests
+    sent: Mapping[tuple[Hashable, TierName], float]  # share of all requests that are of a kind and go to a tier
+
+    @property
+    def shares(self) -> dict[TierName, float]:
+        """Return each tier's share of all requests."""
+        found = dict.fromkeys((tier for _, tier in self.sent), 0.0)
+        for (_, tier), share in self.sent.items():
+            found[tier] += share
+        return found
 
     @property
     def gpus(self) -> dict[str, int]:
@@ -133,20 +141,20 @@ class _Program:
                 served = {at[kind, tier, part]: 1.0 for kind in kinds}
                 yield served | {e: -self.engines[e].rate for e in self.of(tier)}, -math.inf, 0.0
 
-    def bounded(self, available: Mapping[str, int | None], *, each: bool) -> Iterator[_Row]:
-        """Yield that GPUs suffice, that the budget is kept, and where it is wanted that each tier has an engine."""
+    def bounded(self, available: Mapping[str, int | None], replicas: Mapping[TierName, int]) -> Iterator[_Row]:
+        """Yield that GPUs suffice, that the budget is kept, and that tiers have as many engines as given."""
         for gpu, most in available.items():
             if most is not None:
                 mine = {e: float(one.plan.gpus_per_replica) for e, one in enumerate(self.engines) if one.gpu == gpu}
                 yield mine, 0.0, float(most)
-        for tier in self.tiers if each else ():
-            yield dict.fromkeys(self.of(tier), 1.0), 1.0, math.inf
+        for tier, count in replicas.items():
+            yield dict.fromkeys(self.of(tier), 1.0), count, count
         for tier in self.tiers:
             yield {column: 1.0 for (one, _), column in self.sizes.items() if one is tier}, 0.0, 1.0
         for (tier, gpus), column in self.sizes.items():
-            mine = [e for e in self.of(tier) if self.engines[e].plan.gpus_per_replica == gpus]
-            most = 1 + self.load.peak / min(self.engines[e].rate for e in mine)
-            yield dict.fromkeys(mine, 1.0) | {column: -math.ceil(most)}, -math.inf, 0.0
+            sized = [e for e in self.of(tier) if self.engines[e].plan.gpus_per_replica == gpus]
+            enough = math.ceil(self.load.peak / min(self.engines[e].rate for e in sized))
+            yield dict.fromkeys(sized, 1.0) | {column: -1.0 - enough}, -math.inf, 0.0
         yield self.lost(), 0.0, self.load.budget * self.load.mean * len(self.load.course)
 
     def of(self, tier: TierName) -> list[int]:
@@ -159,7 +167,10 @@ class _Program:
 
 
 def cheapest(
-    engines: Sequence[EngineType], load: Load, available: Mapping[str, int | None], *, each: bool = False
+    engines: Sequence[EngineType],
+    load: Load,
+    available: Mapping[str, int | None],
+    replicas: Mapping[TierName, int] | None = None,
 ) -> Fleet | None:
     """Return the fleet of least cost; None: no number of these engines carries the load within the budget.
 
@@ -167,7 +178,7 @@ def cheapest(
         engines: That may be started.
         load: What they are to serve.
         available: GPUs of each kind; None: as many as are needed.
-        each: With an engine of each precision.
+        replicas: So many engines of each precision; None: any number. On a processor, that of the machines.
     """
     engines = [engine for engine in engines if engine.rate]
     if not engines:
@@ -179,18 +190,19 @@ def cheapest(
     goal = dict(enumerate(prices)) | dict.fromkeys(program.sizes.values(), 0.0)
     goal |= {column: tie * loss for column, loss in lost.items()}
     whole_numbers = len(engines) + len(program.sizes)
-    found = _solved(goal, [*program.carried(), *program.bounded(available, each=each)], whole_numbers)
+    found = _solved(goal, [*program.carried(), *program.bounded(available, replicas or {})], whole_numbers)
     if found is None:
         return None
-    shares = dict.fromkeys(program.tiers, 0.0)
-    for (_, tier, _), column in flows.items():
-        shares[tier] += found[column] / whole
+    sent = dict.fromkeys(((kind, tier) for kind, tier, _ in flows), 0.0)
+    for (kind, tier, _), column in flows.items():
+        sent[kind, tier] += found[column] / whole
     machines = round(found[0])
     numbers = [round(found[e]) if not program.shared else machines for e in range(len(engines))]
-    used = [engine.tier for engine in engines if not program.shared or shares[engine.tier] > LEAST_SHARE]
+    served = {tier for (_, tier), share in sent.items() if share > LEAST_SHARE}
+    used = [engine.tier for engine in engines if not program.shared or engine.tier in served]
     counts = tuple((engine, n) for engine, n in zip(engines, numbers, strict=True) if n and engine.tier in used)
     price = float(machines) if program.shared else sum(engine.price * count for engine, count in counts)
-    return Fleet(counts, price, sum(found[column] * loss for column, loss in lost.items()) / whole, shares)
+    return Fleet(counts, price, sum(found[column] * loss for column, loss in lost.items()) / whole, sent)
 
 
 def _solved(goal: Mapping[int, float], rows: Sequence[_Row], whole_numbers: int) -> list[float] | None:
@@ -214,6 +226,14 @@ def alone(
     engines: Sequence[EngineType], load: Load, available: Mapping[str, int | None]
 ) -> dict[TierName, Fleet | None]:
     """Return the cheapest fleet of each precision alone, whatever it loses; None: there are too few GPUs for it."""
-    unbound = Load(load.by_kind, load.loss, load.course)
+    load = replace(load, budget=1.0)
     tiers = [tier for tier in PRECISIONS if any(engine.tier is tier for engine in engines)]
-    return {t: cheapest([engine for engine in engines if engine.tier is t], unbound, available) for t in tiers}
+    return {t: cheapest([engine for engine in engines if engine.tier is t], load, available) for t in tiers}
+
+
+def as_set(
+    engines: Sequence[EngineType], load: Load, gpus: Iterable[str], replicas: Mapping[TierName, int]
+) -> Fleet | None:
+    """Return what so many engines of each tier do at least loss; None: they do not carry the load."""
+    wanted = replicas if engines[0].gpu else {engines[0].tier: 1}  # one machine
+    return cheapest(engines, replace(load, budget=1.0), dict.fromkeys(gpus), wanted)
