@@ -166,7 +166,7 @@ class App:
         self._metrics = Metrics(pipeline, self._evaluation, self._upstream.retries, self._about)
         if tls is not None:
             self._metrics.show_expiry(lambda: tls.expires)
-        labels = Labels(self._keys, settings.budgets.metrics_keys)
+        labels = Labels(self._keys)
         self._key_metrics = self._metrics.count_keys(self._usage, pipeline.charging, labels)
         status = Status(
             pipeline,

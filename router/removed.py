@@ -49,7 +49,7 @@ SETTINGS |= dict.fromkeys(
         f"{section}.{name}"
         for section, names in {
             "admission": "adaptive_limit affinity kv_close kv_open long_prompt_tokens oldest_every",
-            "budgets": "keep_days",
+            "budgets": "keep_days metrics_keys",
             "engine": "canary_max_slowdown min_prefix_hit_rate restart_window_s slow_factor slow_s stop_grace_s "
             "unreachable_s",
             "jwt": "keep_s leeway_s refresh_s",

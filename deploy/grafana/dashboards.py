@@ -220,7 +220,7 @@ USAGE: dict[str, tuple[Chart, ...]] = {
               ((f"max(qarr_budget_used_ratio{{{J}}})", ""),), "number", 6, 1),
     ),
     "Who uses what at what cost": (
-        Chart("Engine time by key", COUNT, "In seconds a second. Keys beyond budgets.metrics_keys are other.",
+        Chart("Engine time by key", COUNT, "In seconds a second. Keys beyond the first 50 are other.",
               ((rate(ENGINE, "key"), "{{key}}"),), "stacked"),
         Chart("Engine time by team", COUNT, "In seconds a second; keys without a team have no name here.",
               ((rate(ENGINE, "team"), "{{team}}"),), "stacked"),

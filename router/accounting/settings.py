@@ -48,6 +48,3 @@ class BudgetSettings(Section, reloads=frozenset({"replica_hour", "currency", "wh
         description="While a budget's use cannot be read (file or Redis): refuse its requests with `503`, or serve them "
         "and count from 0.",
     )
-    metrics_keys: int = Field(
-        50, ge=0, description="How many keys, in the key file's order, have metrics of their own; the rest are `other`."
-    )

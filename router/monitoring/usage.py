@@ -32,15 +32,16 @@ from tiers.background import Faults
 
 log = logging.getLogger(f"qarr.{__name__}")
 OTHER = "other"
+MOST_NAMED = 50  # keys with metrics of their own
 LOOK_S = 10.0  # between looks at how far budgets are used
 NO_STORE = {"cache-control": "no-store"}
 KEY = ("key", "team")
 
 
 class Labels:
-    """Which keys have metrics of their own: the first ones of the key file, never more than so many in all."""
+    """Which keys have metrics of their own: the first ones of the key file, never more than so many in all; others share."""
 
-    def __init__(self, keys: KeyStore, most: int) -> None:
+    def __init__(self, keys: KeyStore, most: int = MOST_NAMED) -> None:
         self._keys, self._most = keys, most
         self._named: dict[str, tuple[str, str]] = {}
 

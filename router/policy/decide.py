@@ -1,9 +1,9 @@
 """Choose a tier. Pure: facts about the request and a fleet snapshot in, a decision with reasons out.
 
 Precedence: what is possible (context, readiness, free slots), then ``require``, then the SLA's bounds, then the hint, then
-the prompt's class and complexity: of the tiers whose expected loss on such prompts is negligible, the one with the least
-engine time serves. As load rises, so does the loss that a tier may have, from negligible up to the loss budget: it is the
-value of engine time, which is nothing while engines idle. The reason names what was given up.
+the prompt's class and complexity: of the tiers whose expected loss on such prompts is allowed, the one with the least engine
+time serves. If the objective is the cheapest tier, the loss budget is allowed. If it is the best, that rises with the load,
+from a negligible loss up to the loss budget: it is the value of engine time, which is nothing while engines idle.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _undecided(query: Query, fleet: FleetSnapshot, table: PolicyParameters, requ
         there += sum(map(SLOTS, tier.replicas))
     confidence = query.sla.confidence
     z = _NORMAL.inv_cdf(table.sla_confidence if confidence is None else confidence)
-    scarcity = 1.0 if table.prices else _scarcity(highest)
+    scarcity = 1.0 if table.objective == "cheapest" else _scarcity(highest)
     asked = query.sla.max_quality_loss
     bound = table.max_loss.get(query.features.prompt_class) if asked is None else asked
     context = _Context(query, table, request, z, scarcity, bound, there)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Bound = Literal["quality", "latency"]
 Sort = Literal["price", "throughput", "latency"]
+Objective = Literal["best", "cheapest"]
 Degraded = Literal["quality", "latency", "unmeasured"]  # the last: nobody knows whether a bound is kept
 ALL_LOST = ExpectedLoss(1.0, 1.0, 1.0)  # of a tier that nothing is known of
 SURE = 0.6  # confidence in a class from which a prompt counts as of that class alone
@@ -46,6 +47,7 @@ class PolicyParameters:
 
     losses: Mapping[TierName, Mapping[PromptClass, Mapping[Complexity, ExpectedLoss]]] = field(default_factory=dict)
     max_loss: Mapping[PromptClass, float] = field(default_factory=dict)
+    objective: Objective = "best"
     loss_budget: float | TierName = TierName.BALANCED
     negligible_loss: float = 0.005
     sla_confidence: float = 0.9

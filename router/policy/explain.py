@@ -84,7 +84,8 @@ def _chosen_text(choice: Choice, chosen: Estimate) -> str:
     within = [each for each in choice.asked if each.meets]
     if choice.basis is Basis.BUDGET:
         wrong = f"{name} would get {one_in(loss.mean)} answers wrong that {highest} gets right ({loss.basis})"
-        return f"{wrong}, within the loss budget while engine time is scarce, and {_cheap_text(choice, chosen, within)}"
+        when = " while engine time is scarce" if choice.table.objective == "best" else ""
+        return f"{wrong}, within the loss budget{when}, and {_cheap_text(choice, chosen, within)}"
     worse = [each for each in within if each.loss.mean > max(loss.mean, choice.table.negligible_loss)]
     parts = [_wrong_text(worse, highest)] if worse else []
     if choice.basis is Basis.NEGLIGIBLE:

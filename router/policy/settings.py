@@ -31,12 +31,18 @@ class PolicySettings(Section, reloads=AllBut({"profiles"})):
     negligible_loss: ClassVar[float] = 0.005  # share of answers; a tier that loses no more is as good as the highest
     sla_confidence: ClassVar[float] = 0.9  # with which bounds must be met, if a request gives none
 
+    objective: Literal["best", "cheapest"] = Field(
+        "best",
+        description="`best`: the highest precision serves while it has room and keeps a request's bounds; as its slots "
+        "fill, lower precisions serve more, up to the loss budget, before anything is refused. `cheapest`: the tier of "
+        "least engine time times price within the loss budget, at any load: for fleets that are paid for by use or scale "
+        "with their load.",
+    )
     loss_budget: Share | LikeTier = Field(
         LikeTier(),
-        description="Largest share of answers that may get worse than the highest precision's, for a kind of prompt, while "
-        'engine time is scarce. A number, or `{ like = "balanced" }`: that tier may answer every prompt, lower tiers '
-        "those on which they lose no more than it does on average. While engines have time to spare, or at 0, only tiers "
-        "that lose next to nothing replace the highest precision.",
+        description="Largest share of answers that may get worse than the highest precision's, for a kind of prompt. A "
+        'number, or `{ like = "balanced" }`: that tier may answer every prompt, lower tiers those on which they lose no '
+        "more than it does on average. 0: only tiers that lose next to nothing replace the highest precision.",
     )
     max_loss: dict[PromptClass, Share] = Field(
         {},
@@ -47,9 +53,7 @@ class PolicySettings(Section, reloads=AllBut({"profiles"})):
         "latency", description="The bound that is given up first if no tier meets all bounds of a request."
     )
     prices: dict[TierName, PositiveFloat] = Field(
-        {},
-        description="Weight of an engine-second of each tier; 1 if not given. With a price, engine time counts as scarce "
-        "from the start: set one where engines cost by use, as in a fleet that scales with its load.",
+        {}, description="Weight of an engine-second of each tier; 1 if not given."
     )
     profiles: Path = Field(
         default_factory=lambda: cache_dir() / "profiles",

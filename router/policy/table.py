@@ -236,6 +236,7 @@ def policy_table(
     return PolicyParameters(
         losses=_losses(specs, profile),
         max_loss=policy.max_loss,
+        objective=policy.objective,
         loss_budget=policy.loss_budget.like if isinstance(policy.loss_budget, LikeTier) else policy.loss_budget,
         negligible_loss=policy.negligible_loss,
         sla_confidence=policy.sla_confidence,

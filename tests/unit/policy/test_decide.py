@@ -273,11 +273,11 @@ MEASURED = {
 }
 CHAT, CODE = PromptClass.CHAT, PromptClass.CODE
 PROFILED = PolicyParameters(losing({CHAT: 0.08, CODE: 0.2}, {CHAT: 0.02, CODE: 0.03}))
-SCARCE = replace(PROFILED, prices={FAST: 1.0}, loss_budget=0.1)  # engine time is paid for
+SCARCE = replace(PROFILED, objective="cheapest", loss_budget=0.1)
 
 
 def test_cheapest_within_the_budget() -> None:
-    """Where engine time is paid for: of the tiers whose loss the budget allows, that of least engine time."""
+    """Whatever the load: of the tiers whose loss the budget allows, that of least engine time."""
     chat = decide(query(), fleet(speeds=MEASURED), SCARCE)
     assert (chat.tier, chat.basis) == (FAST, Basis.BUDGET)
     assert chat.reason.startswith(
@@ -325,7 +325,7 @@ def test_riskier_prompts_are_never_on_a_lower_tier_than_safer_ones() -> None:
 def test_by_comparison_a_tier_may_lose_what_it_loses_and_lower_ones_what_it_loses_on_average() -> None:
     """So balanced answers every prompt when engine time is scarce, and fast those on which it loses no more."""
     balanced = {kind: 0.03 if kind is CODE else 0.015 for kind in PromptClass}
-    table = PolicyParameters(losing({CHAT: 0.01, CODE: 0.2}, balanced), prices={FAST: 1.0})
+    table = PolicyParameters(losing({CHAT: 0.01, CODE: 0.2}, balanced), objective="cheapest")
     assert (table.budget(BALANCED), table.budget(FAST)) == (0.03, pytest.approx((6 * 0.015 + 0.03) / 7))
     speeds = {**MEASURED, BALANCED: SpeedModel(20, 1, 40, 3, 1, 0, 0.1, 0.1, profiled=True)}
     assert [decide(query(kind), fleet(speeds=speeds), table).tier for kind in (CHAT, CODE)] == [FAST, BALANCED]
