@@ -8,8 +8,6 @@ from enum import Enum
 
 
 class ServerPhase(Enum):
-    """What happens to a new request."""
-
     OPEN = "open"
     DRAINING = "draining"  # new requests are refused, open ones may finish
     HANDED_OVER = "handed over"  # another router listens; clients still connected here are served, then sent there
@@ -17,8 +15,6 @@ class ServerPhase(Enum):
 
 @dataclass(slots=True)
 class ServerState:
-    """Whether one router takes requests, and which are active."""
-
     state: ServerPhase = ServerPhase.OPEN
     active_requests: set[asyncio.Task[None]] = field(default_factory=set)  # the tasks that answer requests
     deadline_passed: bool = False  # whether the time to finish them is over
@@ -28,7 +24,6 @@ class ServerState:
         return self.state is ServerPhase.OPEN
 
     def end_all(self) -> None:
-        """Cancel every active request; each ends its answer with an error."""
         self.deadline_passed = True
         for task in self.active_requests:
             task.cancel()

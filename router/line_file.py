@@ -41,7 +41,6 @@ class Losses(logging.Handler):
             log.warning("%s cannot be written (%s): lines are lost until the log says how many", self.what, why)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line; after lost ones, log how many they were."""
         before = self._lost
         super().emit(record)
         if before and before == self._lost and time.monotonic() - self._last >= CALM_S:
@@ -89,7 +88,6 @@ class PrivateFile(Losses, RotatingFileHandler):
         return bool(full and stat.S_ISREG(state.st_mode) and state.st_size)
 
     def rotate(self, source: str, dest: str) -> None:
-        """Rename a file; old files are the owner's alone too."""
         super().rotate(source, dest)
         with suppress(OSError):
             Path(dest).chmod(OWNER_ONLY)
@@ -108,7 +106,6 @@ class Writer(QueueListener):
         self.start()
 
     def put(self, item: Any) -> None:
-        """Queue a record for the handlers, or a function that is called in their place; if too many wait, count it."""
         if self._waiting.qsize() >= QUEUED_LINES:
             self._left_out += 1
             return
@@ -142,7 +139,6 @@ class Writer(QueueListener):
             super().handle(made_record("qarr.router", logging.WARNING, text))
 
     def close(self) -> bool:
-        """Write what is queued, and end; return False if that takes longer than ``LAST_LINES_S``."""
         thread, self._thread = self._thread, None
         if thread is None:
             return True
@@ -168,7 +164,6 @@ class _Lines(PrivateFile):
         return super()._open()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line; before it its head, unless the file has it."""
         head = getattr(record, "head", "")
         try:
             if self.shouldRollover(record):
@@ -183,17 +178,13 @@ class _Lines(PrivateFile):
 
 
 class LineWriter:
-    """Writes lines to a file (see ``PrivateFile``) in a thread of its own."""
-
     def __init__(self, path: Path, what: str, max_bytes: int = 0, kept: int = 0) -> None:
         self._file = _Lines(path, max_bytes, kept, what, delay=True)
         self._writer = Writer(self._file, what=self._file.what)
 
     def put(self, line: bytes, head: bytes = b"") -> None:
-        """Queue a line, and the first line of a new file. If the queue is full, the line is lost."""
         self._writer.put(made_record("", logging.INFO, line.decode(), head=head.decode()))
 
     def close(self) -> None:
-        """Write what is queued, waiting ``LAST_LINES_S`` at most for the disk; then close the file."""
         if self._writer.close():
             self._file.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -33,6 +34,10 @@ def connect(url: str, connections: int) -> Any:
         retry=Retry(NoBackoff(), 0),
     )
     return Redis.from_pool(pool)
+
+
+def read_script(module: str, name: str) -> str:
+    return Path(module).with_name(name).read_text("utf-8")
 
 
 def outage(error: BaseException) -> str:

@@ -34,7 +34,6 @@ def runtime_dir() -> Path:
 
 
 def state_dir() -> Path:
-    """Return the folder for what must outlive a restart and can not be made again."""
     return Path(os.environ.get("XDG_STATE_HOME") or _home() / ".local/state") / "qarr"
 
 
@@ -55,8 +54,6 @@ def _home() -> Path:
 
 
 class AllBut(frozenset[str]):
-    """Every name except these."""
-
     def __contains__(self, name: object) -> bool:
         return not super().__contains__(name)
 

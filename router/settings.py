@@ -6,7 +6,6 @@ Precedence, highest first: command line, environment (``QARR_SERVER__PORT=8081``
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import tomllib
@@ -38,7 +37,6 @@ from router.deployment.settings import (
 from router.pipeline.settings import AdmissionSettings
 from router.policy.settings import LikeTier, PolicySettings
 from router.profiling.settings import ProfileSettings
-from router.removed import removed_setting, without_ignored
 from router.section import Section, SettingsError
 from router.server.settings import ServerSettings, TlsSettings
 from router.telemetry.settings import TelemetrySettings
@@ -122,7 +120,7 @@ def load_settings(path: Path | None = None, overrides: dict[str, Any] | None = N
     _check_variables()
     named = path or os.environ.get("QARR_CONFIG")
     variables = EnvSettingsSource(cast("type[BaseSettings]", Settings), env_prefix=PREFIX, env_nested_delimiter="__")
-    values = _overlay(_read_toml(Path(named)) if named else {}, without_ignored(variables())[0])
+    values = _overlay(_read_toml(Path(named)) if named else {}, variables())
     try:
         return Settings.model_validate(_overlay(values, overrides or {}))
     except ValidationError as error:
@@ -131,14 +129,11 @@ def load_settings(path: Path | None = None, overrides: dict[str, Any] | None = N
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        values, ignored = without_ignored(tomllib.loads(path.read_text("utf-8")))
+        return tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise SettingsError(f"settings file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"settings file {path} is not TOML: {error}") from error
-    for key, instead in ignored.items():
-        logging.getLogger(__name__).warning("%s is ignored, the setting is gone: %s", key, instead)
-    return values
 
 
 def _overlay(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -154,9 +149,7 @@ def _overlay(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def _explain(error: Any) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        if gone := removed_setting(key):
-            return f"{key}: this setting is gone: {gone.instead}"
-        return f"{key}: there is no such setting ('qarr settings' lists all)"
+        return f"{key}: there is no such setting ('qarr settings' lists all, the changelog those that are gone)"
     text = error["msg"].removeprefix("Value error, ")
     if _SECRET.fullmatch(key) or isinstance(error["input"], dict):
         return f"{key}: {text}"
@@ -169,13 +162,11 @@ def _check_variables() -> None:
         if not name.startswith(PREFIX) or name in PLAIN_VARIABLES or _SERVICE_LINK.fullmatch(f"{name}={value}"):
             continue
         parts = name.removeprefix(PREFIX).lower().split("__")
-        key = ".".join(parts)
-        if gone := removed_setting(key):
-            if gone.refused:
-                raise SettingsError(f"environment variable {name}: this setting is gone: {gone.instead}")
-            logging.getLogger(__name__).warning("%s is ignored, the setting is gone: %s", name, gone.instead)
-        elif not _known(Settings, parts):
-            raise SettingsError(f"environment variable {name}: there is no setting {key}")
+        if not _known(Settings, parts):
+            raise SettingsError(
+                f"environment variable {name}: there is no setting {'.'.join(parts)} "
+                "('qarr settings' lists all, the changelog those that are gone)"
+            )
 
 
 def _known(model: type[BaseModel], parts: list[str]) -> bool:

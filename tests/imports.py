@@ -11,7 +11,7 @@ APART = {"engine_plugin", "web"}  # no modules of these packages
 # A package or a module directly in router/ imports only from lower ranks, and from its own package. ``classifier`` and
 # ``tiers`` rank below them all.
 RANKS = (
-    {"removed", "section"},
+    {"section"},
     {"settings", "lifecycle", "aio", "line_file", "redis_link"},
     {"policy", "reload", "server"},
     {"auth", "telemetry"},

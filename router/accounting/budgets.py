@@ -24,7 +24,6 @@ def periods(at: float) -> Periods:
 
 
 def renews_at(span: Span, at: float) -> datetime:
-    """Return when the day or month of a time ends."""
     day = datetime.fromtimestamp(at, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
     return day + timedelta(days=1) if span == "day" else (day.replace(day=1) + timedelta(days=32)).replace(day=1)
 
@@ -56,8 +55,6 @@ class Hold(NamedTuple):
 
 
 class Reserved(NamedTuple):
-    """The answer to a request for a hold."""
-
     used: Used  # before the request, of its accounts and periods
     denied: tuple[Account, Limit] | None  # the limit that it would break; None: it holds what it asked for
 

@@ -37,7 +37,6 @@ class Pricing:
     replica_hour: float = 0.0  # price of an hour of one replica of that tier; 0: none is known
 
     def cost(self, decision: Decision, usage: Iterable[TierUsage]) -> Cost:
-        """Return what a request costs, at the rates of its decision."""
         engine_us = 0
         for tier, prompt, cached, output in usage:
             rate = decision.rate(tier) or FALLBACK
@@ -90,10 +89,7 @@ class Charging:
         """Reserve the most that a request may cost at any tier that may serve it.
 
         Over budget, a key that says so gets the cheapest tier, up to ``HARD_STOP`` times its budgets: the request then has
-        another decision, and ``headers`` get one that says so.
-
-        Raises:
-            OverBudgetError: A budget does not allow it now.
+        another decision, and ``headers`` get one that says so. ``OverBudgetError``: a budget does not allow it now.
         """
         pricing, accounts = self.pricing, caller.accounts
         try:

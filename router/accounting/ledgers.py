@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from router.accounting.budgets import Hold, Periods, Reserved, Used
 from router.accounting.database import Database
 from router.auth.api_keys import Account, Span, Unit
-from router.redis_link import REDIS_TIMEOUT_S, connect
+from router.redis_link import REDIS_TIMEOUT_S, connect, read_script
 from router.settings import Settings
 from router.telemetry.record import FREE, Cost
 
@@ -42,7 +42,6 @@ class MemoryLedger:
         return Reserved(used, denied)
 
     async def settle(self, hold: Hold, cost: Cost) -> None:
-        """End a reservation, and count what was used instead."""
         if self._holds.pop(hold.id, None) is not None:
             for place in hold.places:
                 self._spent[place] = self._spent[place].plus(cost)
@@ -98,7 +97,6 @@ class SqliteLedger:
         await self._database.change(work)
 
     async def renew(self, holds: Iterable[Hold]) -> None:
-        """See ``MemoryLedger``. What nobody needs any longer is removed as well."""
         rows = [(account.id, hold.id) for hold in holds for account in hold.accounts]
 
         def work(sql: sqlite3.Connection) -> None:
@@ -133,69 +131,6 @@ def _used(sql: sqlite3.Connection, accounts: Iterable[str], periods: Periods, no
     }
 
 
-# KEYS: the settlement's mark, then for each account the day's and the month's costs, reservations, and their ends.
-# ARGV: id (empty: only look), engine and money asked for, day, month, lease, then for each account four limits (-1: none):
-# engine and money of the day, of the month. Answers the number of the limit that would be broken (0: none), then for each
-# account what was used of each. Leases are by Redis' clock.
-_TAKE = """
-local id, engine, money, day, month = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], ARGV[5]
-local time = redis.call('TIME')
-local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
-local ends = now + tonumber(ARGV[6])
-local denied, answer, count = 0, {0}, (#KEYS - 1) / 4
-for n = 0, count - 1 do
-  local held, lease = KEYS[4 + 4 * n], KEYS[5 + 4 * n]
-  for _, old in ipairs(redis.call('ZRANGEBYSCORE', lease, '-inf', '(' .. now)) do
-    redis.call('HDEL', held, old)
-    redis.call('ZREM', lease, old)
-  end
-  local used = {}
-  for which = 0, 1 do
-    local spent = redis.call('HMGET', KEYS[2 + 4 * n + which], 'engine_us', 'money_u')
-    used[1 + 2 * which], used[2 + 2 * which] = tonumber(spent[1] or 0), tonumber(spent[2] or 0)
-  end
-  for _, each in ipairs(redis.call('HVALS', held)) do
-    local e, m, d, mo = each:match('^(%d+) (%d+) (%S+) (%S+)$')
-    if d == day then used[1], used[2] = used[1] + tonumber(e), used[2] + tonumber(m) end
-    if mo == month then used[3], used[4] = used[3] + tonumber(e), used[4] + tonumber(m) end
-  end
-  for which = 1, 4 do
-    local most = tonumber(ARGV[6 + 4 * n + which])
-    answer[#answer + 1] = string.format('%.0f', used[which])
-    if denied == 0 and most >= 0 and used[which] + (which % 2 == 1 and engine or money) > most then
-      denied = 4 * n + which
-    end
-  end
-end
-answer[1] = denied
-if id ~= '' and denied == 0 and redis.call('EXISTS', KEYS[1]) == 0 then
-  for n = 0, count - 1 do
-    redis.call('HSET', KEYS[4 + 4 * n], id, ARGV[2] .. ' ' .. ARGV[3] .. ' ' .. day .. ' ' .. month)
-    redis.call('ZADD', KEYS[5 + 4 * n], ends, id)
-  end
-end
-return answer
-"""
-# KEYS: as above. ARGV: id, engine and money used, for how long the mark and the costs are kept.
-_SETTLE = """
-if not redis.call('SET', KEYS[1], '', 'NX', 'EX', ARGV[4]) then return end
-for n = 0, (#KEYS - 1) / 4 - 1 do
-  redis.call('HDEL', KEYS[4 + 4 * n], ARGV[1])
-  redis.call('ZREM', KEYS[5 + 4 * n], ARGV[1])
-  for which = 0, 1 do
-    local spent = KEYS[2 + 4 * n + which]
-    redis.call('HINCRBY', spent, 'engine_us', ARGV[2])
-    redis.call('HINCRBY', spent, 'money_u', ARGV[3])
-    redis.call('EXPIRE', spent, ARGV[5])
-  end
-end
-"""
-# KEYS: the ends of an account's reservations. ARGV: lease, ids.
-_RENEW = """
-local time = redis.call('TIME')
-local ends = tonumber(time[1]) + tonumber(time[2]) / 1e6 + tonumber(ARGV[1])
-for n = 2, #ARGV do redis.call('ZADD', KEYS[1], 'XX', ends, ARGV[n]) end
-"""
 _ORDER: tuple[tuple[Span, Unit], ...] = (
     ("day", "engine_us"),
     ("day", "money_u"),
@@ -212,8 +147,10 @@ class RedisLedger:
 
     def __init__(self, url: str) -> None:
         self._redis = connect(url, REDIS_CONNECTIONS)
-        self._take, self._settle = self._redis.register_script(_TAKE), self._redis.register_script(_SETTLE)
-        self._renew = self._redis.register_script(_RENEW)
+        self._take, self._settle, self._renew = (
+            self._redis.register_script(read_script(__file__, f"budget_{name}.lua"))
+            for name in ("reserve", "settle", "renew")
+        )
 
     async def reserve(self, hold: Hold) -> Reserved:
         most = {(a.id, limit[0], limit[1]): limit.amount * hold.times for a in hold.accounts for limit in a.limits}

@@ -40,8 +40,6 @@ class Row(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Sums over requests."""
-
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -138,7 +136,6 @@ def _add(rows: Mapping[Row, Use], oldest: str, sql: sqlite3.Connection) -> None:
 
 
 def read_usage(first: str, last: str, sql: sqlite3.Connection) -> list[tuple[Row, Use]]:
-    """Return what was used from one day to another, both included; empty: no bound."""
     query = "SELECT * FROM usage WHERE day >= ? AND day <= ? ORDER BY day, key, team, tier"
     rows = sql.execute(query, (first, last or "9999-12-31")).fetchall()
     return [(Row(*row[:4]), Use(*row[4:])) for row in rows]

@@ -40,8 +40,6 @@ FOREIGN_HEADERS = ("origin", "forwarded", "x-forwarded-for", "x-real-ip", "via")
 
 
 class Admin:
-    """The endpoints, and who may use them."""
-
     def __init__(self, operations: Operations, keys: KeyStore, rules: Rules) -> None:
         self._operations, self._keys, self._rules = operations, keys, rules
 

@@ -77,16 +77,12 @@ BROKEN = {ReplicaStatus.FAILED, ReplicaStatus.UNREACHABLE, ReplicaStatus.QUARANT
 
 @dataclass(frozen=True, slots=True)
 class FieldProblem:
-    """One error in a request's body."""
-
     field: str
     problem: str
     allowed: str
 
 
 class InvalidBodyError(Exception):
-    """A request body that the endpoint does not accept."""
-
     def __init__(self, problems: tuple[FieldProblem, ...]) -> None:
         super().__init__("; ".join(f"{p.field}: {p.problem}" for p in problems))
         self.problems = problems
@@ -94,8 +90,6 @@ class InvalidBodyError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What bodies are checked against."""
-
     limits: LimitSettings = field(default_factory=LimitSettings)
     tiers: tuple[TierName, ...] = STANDARD_TIERS  # that requests may name
     tier_policy: TierPolicy = "require"  # of a tier named as a model, if the request says none
@@ -109,8 +103,6 @@ STANDARD_RULES = Rules()
 
 
 class SlaBody(BaseModel):
-    """The caller's own bounds."""
-
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     ttft_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
@@ -120,8 +112,6 @@ class SlaBody(BaseModel):
 
 
 class RoutingFields(BaseModel):
-    """The routing options of every endpoint."""
-
     # Strings are cached as in json_object.read_json.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, cache_strings="keys")
 
@@ -214,8 +204,7 @@ def parsed(
 ) -> B:
     """Parse a body; ``allowed`` returns the allowed values of each field.
 
-    Raises:
-        InvalidBodyError: It is not UTF-8, not JSON, or a field is wrong; lists every problem.
+    ``InvalidBodyError``: it is not UTF-8, not JSON, or a field is wrong; lists every problem.
     """
     try:
         return kind.model_validate_json(body, context=rules)

@@ -50,8 +50,6 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What endpoints need."""
-
     pipeline: Pipeline
     settings: Settings
     rules: Rules  # what bodies are checked against
@@ -60,8 +58,6 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One way to ask for an answer."""
-
     path: str
     # reads a body; raises ``InvalidBodyError``, ``UnknownModelError`` or ``BeyondKeyError``
     parse: Callable[[bytes, RequestContext, Service], Call]
@@ -168,7 +164,6 @@ class Answering:
 
 
 def answer_headers(active: ActiveRequest, settings: TelemetrySettings) -> dict[str, str]:
-    """Return the headers that disclose who serves an answer and why."""
     answer, decision, queued = active.answer, active.decision, active.slot or active.diverted
     assert answer is not None
     spec = answer.spec
@@ -221,6 +216,5 @@ async def as_it_came(call: Call, active: ActiveRequest) -> tuple[bytes, str]:
 
 
 def with_member(content: bytes, name: str, value: object) -> bytes:
-    """Return a JSON object with one more member at its end."""
     whole = content.rstrip()
     return whole[:-1] + b"," + to_json(name) + b":" + to_json(value) + b"}"

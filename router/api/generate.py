@@ -52,8 +52,6 @@ MAX_SEED = (1 << 63) - 1  # vLLM's bound
 
 
 class MessageBody(BaseModel):
-    """One message of a chat."""
-
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, cache_strings="keys")
 
     role: Literal["system", "user", "assistant"]

@@ -24,8 +24,6 @@ ANY_TIER = {"auto": "auto", "qarr": "auto"}
 
 
 class Choice(NamedTuple):
-    """What a model name asks for."""
-
     tier: str = "auto"  # a tier, or ``auto``
     adapter: str | None = None  # the LoRA adapter of that name; None: the name is none of an adapter
 
@@ -44,8 +42,6 @@ SERVING, NOT_SERVING = 0, -10  # OpenRouter's best and worst status
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """``GET /v1/models``, ``GET /v1/models/{id}`` and ``GET /v1/models/{id}/endpoints``."""
-
     fleet: Fleet
     settings: OpenAISettings
     model: str
@@ -53,7 +49,6 @@ class Models:
     waiting: Callable[[TierName], int]  # requests in the router's queue that a tier may serve
 
     async def answer(self, request: Request) -> Response:
-        """Answer with the models that the caller may use, or with one of them."""
         wanted, context = request.path_params.get("id"), context_of(request.scope)
         allowed = context.caller.tiers
         body = {"object": "list", "data": self._cards(allowed)} if wanted is None else self.card(wanted, allowed)

@@ -36,8 +36,6 @@ _ASIDE = {"tool_use", "tool_result", "tool_reference", "thinking", "redacted_thi
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation as a chat of texts."""
-
     # messages with a role and a text, the system prompt first
     turns: list[dict[str, Any]] = field(default_factory=list)
     # further texts that are read: tools, calls of them, and what these returned
@@ -147,8 +145,6 @@ def _named_sessions(document: JsonObject) -> tuple[Any, ...]:
 
 
 class _Api(NamedTuple):
-    """What is different between the two."""
-
     path: str
     read: Callable[[JsonObject], Conversation]  # reads the conversation that a body holds
     limit: str  # the body's member that bounds the output tokens
@@ -216,7 +212,6 @@ class PassedEvents:
         return [last + SEPARATOR]
 
     def failure(self, error: UpstreamError) -> list[bytes]:
-        """Return an error event, in the place of the last one."""
         number = self._latest.rpartition(_NUMBER)[2].split(b",")[0].split(b"}")[0]
         following = int(number) + 1 if number.isdigit() else 0
         form = error_form(self._context.route)

@@ -143,7 +143,6 @@ COMPLETION_ENDPOINTS = [Endpoint(path, partial(parse, path), RelayedEvents, as_i
 
 
 def undraftable_of(document: JsonObject) -> str:
-    """Return a body's parameters that vLLM refuses with speculative decoding."""
     return " and ".join(name for name in UNDRAFTABLE if document.get(name))
 
 

@@ -28,8 +28,6 @@ Engine = tuple[str, str, bytes]  # its address and key, and the request's body f
 
 @dataclass(frozen=True, slots=True)
 class Passthrough:
-    """Passes small requests on."""
-
     upstream: Upstream
     quotas: Quotas
     fleet: Fleet
@@ -50,7 +48,6 @@ class Passthrough:
         return await self._pass_on(request, "tokens", engines, tokens=0)
 
     async def embeddings(self, request: Request) -> Response:
-        """Let an engine that the settings name for it answer."""
         body, urls = await self._body(request), self.settings.openai.embeddings_urls
         document = read_document(body)
         if not urls:

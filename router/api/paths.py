@@ -13,8 +13,6 @@ _VLLMS_OWN = {"/tokenize", "/detokenize"}  # endpoints whose errors have OpenAI'
 
 
 class ErrorForm(Enum):
-    """How errors look."""
-
     PROBLEM = "RFC 9457"
     OPENAI = "OpenAI's error object"
     RESPONSES = "the same, and in streams an event with a name"

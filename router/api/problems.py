@@ -53,8 +53,6 @@ LONGEST_RETRY_S = 3600
 
 
 class UnknownModelError(Exception):
-    """A model name that is not known."""
-
     def __init__(self, model: str, known: tuple[str, ...]) -> None:
         super().__init__(f"there is no model {model[:100]!r} here: {', '.join(known)}")
 
@@ -80,8 +78,6 @@ class DrainingError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error as the caller sees it."""
-
     status: int
     kind: str  # the last part of the problem's type and, with underscores, OpenAI's code
     title: str

@@ -66,7 +66,6 @@ class ResumableStream:
 
     @property
     def newest(self) -> int:
-        """Return the number of the newest event; 0 before the first."""
         return self.oldest + len(self._events) - 1
 
     def begin(self, headers: Mapping[str, str]) -> None:

@@ -24,8 +24,6 @@ CLOSE = 4  # tokens that a cut text may be shorter than it could be: nearer take
 
 @dataclass(frozen=True, slots=True)
 class Cutter:
-    """What cuts one request."""
-
     how: Truncate
     before: int  # tokens of its longest prompt as it came
     room: int  # tokens that its prompt may have

@@ -77,7 +77,6 @@ class KeyStore:
         return caller
 
     def holds(self, caller: Caller) -> bool:
-        """Tell whether a caller still has access, with the same rights."""
         if not self.required:
             return caller == ANONYMOUS
         if self.tokens is not None and self.tokens.holds(caller):

@@ -77,8 +77,6 @@ class Limit(NamedTuple):
 
 
 class Account(NamedTuple):
-    """What has budgets: a key, or a team whose keys share them."""
-
     id: str  # ``key:`` and the key's id, or ``team:`` and the team's name
     title: str  # for its callers
     limits: tuple[Limit, ...]
@@ -86,8 +84,6 @@ class Account(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sends a request, and what the key allows."""
-
     key_id: str  # names the key in logs; not secret. Empty for callers without a key
     name: str
     tiers: frozenset[TierName] | None = None  # that it may use; None: all
@@ -144,8 +140,6 @@ TeamName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
 class TeamRecord(Budget):
-    """A team, as the file has it: budgets that its keys share."""
-
     name: TeamName
 
     @property
@@ -154,8 +148,6 @@ class TeamRecord(Budget):
 
 
 class KeyRecord(Budget):
-    """One key, as the file has it."""
-
     id: str
     name: str = Field(min_length=1, max_length=100)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
@@ -202,8 +194,6 @@ class KeyRecord(Budget):
 
 
 class KeyFile(BaseModel):
-    """The key file."""
-
     model_config = ConfigDict(extra="forbid")
 
     version: Literal[1] = 1

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 
 from router.aio import Finishing, end_tasks
 from router.auth.api_keys import Caller, Quota
-from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, RedisClock, connect, outage
+from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, RedisClock, connect, outage, read_script
 from tiers.background import Faults
 
 log = logging.getLogger(f"qarr.{__name__}")
@@ -51,8 +51,6 @@ class OverQuotaError(Exception):
 
 
 class QuotaState(NamedTuple):
-    """What a key has used of its quota, after a request was admitted or denied."""
-
     denied: Resource | None  # the limit that the request would break; None: it is admitted
     requests: int  # in the window
     tokens: int  # in the window, taken in advance or used
@@ -81,7 +79,6 @@ class QuotaGrant:
     _settled: bool = False
 
     async def settle(self, tokens: int | None) -> None:
-        """Give back what was not used of the prompt and output tokens; None: it was not served, and does not count."""
         if not self._settled:
             self._settled = True
             taken = self._taken
@@ -90,8 +87,6 @@ class QuotaGrant:
 
 
 class Quotas:
-    """Admits requests as their callers' quotas allow."""
-
     def __init__(self, redis_url: str = "", now: Callable[[], float] = time.monotonic) -> None:
         self._local = LocalLedger(now)
         self._shared = RedisLedger(redis_url) if redis_url else None
@@ -129,7 +124,6 @@ class Quotas:
         return QuotaGrant(self, asked._replace(second=state.second), in_redis)
 
     async def settle(self, unused: Refund, *, in_redis: bool) -> None:
-        """Give back what a grant did not use, even if the caller is cancelled."""
         if not in_redis or self._shared is None:
             self._local.give_back(unused)
             return
@@ -137,7 +131,6 @@ class Quotas:
         await self._work.finish(self._give_back(self._shared, unused))
 
     async def aclose(self) -> None:
-        """Finish what is being taken and given back, and close the connections to Redis."""
         await self._work.aclose()
         if self._keeper is not None:
             await end_tasks([self._keeper])
@@ -224,14 +217,11 @@ class _Counts:
 
 
 class LocalLedger:
-    """Counts in this process."""
-
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._keys: dict[str, _Counts] = defaultdict(_Counts)
 
     def acquire(self, key_id: str, quota: Quota, tokens: int, slot: str) -> QuotaState:
-        """Take a request, tokens and a slot, all or nothing."""
         now = self._now()
         second, counts = int(now), self._keys[key_id]
         for old in [s for s in counts.seconds if s < second - WINDOW_S]:
@@ -279,98 +269,16 @@ def _wait_s(seconds: Mapping[int, Sequence[int]], which: int, excess: int, now: 
     return float(WINDOW_S)
 
 
-# KEYS: counts, places (slots). ARGV: requests, tokens and concurrent limit (-1: none), tokens asked, slot, window, lease,
-# and the time until which the caller waits for the answer. Answers the fields of QuotaState, and the time by Redis' clock.
-# That clock counts, so that routers whose clocks differ agree. If it was set back, counts of future seconds count as used
-# just now, and a slot ends with its lease.
-_TAKE = """
-local time = redis.call('TIME')
-local second, now = tonumber(time[1]), tonumber(time[1]) + tonumber(time[2]) / 1e6
-if now > tonumber(ARGV[8]) then return {'late', 0, 0, '0', second, tostring(now)} end
-local limits = {tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])}
-local asked, window = tonumber(ARGV[4]), tonumber(ARGV[6])
-local flat = redis.call('HGETALL', KEYS[1])
-local found, old, used = {}, {}, {0, 0}
-for i = 1, #flat, 2 do
-  local at, kind = flat[i]:match('^(%d+)([rt])$')
-  at = tonumber(at)
-  if at < second - window then
-    old[#old + 1] = flat[i]
-  else
-    local which, amount = kind == 'r' and 1 or 2, tonumber(flat[i + 1])
-    if at > second then
-      redis.call('HINCRBY', KEYS[1], second .. kind, amount)
-      old[#old + 1], at = flat[i], second
-    end
-    used[which] = used[which] + amount
-    found[#found + 1] = {at, which, amount}
-  end
-end
-if #old > 0 then redis.call('HDEL', KEYS[1], unpack(old)) end
-redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
-for _, slot in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. now + tonumber(ARGV[7]), 'inf')) do
-  redis.call('ZADD', KEYS[2], now + tonumber(ARGV[7]), slot)
-end
-local slots = redis.call('ZCARD', KEYS[2])
-local denied, wait = '', second + window + 1 - now
-local function wait_for(which, excess)
-  table.sort(found, function(a, b) return a[1] < b[1] end)
-  for _, entry in ipairs(found) do
-    if entry[2] == which then
-      excess = excess - entry[3]
-      if excess <= 0 then return entry[1] + window + 1 - now end
-    end
-  end
-  return window
-end
-if limits[3] >= 0 and slots >= limits[3] then
-  denied, wait = 'concurrent', 1
-elseif limits[1] >= 0 and used[1] >= limits[1] then
-  denied, wait = 'requests', wait_for(1, used[1] + 1 - limits[1])
-elseif limits[2] >= 0 and used[2] + asked > limits[2] then
-  denied, wait = 'tokens', wait_for(2, used[2] + asked - limits[2])
-else
-  redis.call('HINCRBY', KEYS[1], second .. 'r', 1)
-  redis.call('HINCRBY', KEYS[1], second .. 't', asked)
-  redis.call('EXPIRE', KEYS[1], window + 2)
-  redis.call('ZADD', KEYS[2], now + tonumber(ARGV[7]), ARGV[5])
-  redis.call('EXPIRE', KEYS[2], tonumber(ARGV[7]))
-  used = {used[1] + 1, used[2] + asked}
-end
-return {denied, used[1], used[2], tostring(wait), second, tostring(now)}
-"""
-# KEYS: counts, places (slots). ARGV: second ('': the one in which the slot was taken), requests, tokens (below 0: used
-# beyond what was taken, just now), slot, expiry, lease. A second call for the same slot gives nothing back, so a caller who
-# does not know whether the first one counted may repeat it.
-_GIVE_BACK = """
-local expires = redis.call('ZSCORE', KEYS[2], ARGV[4])
-if not expires then return end
-redis.call('ZREM', KEYS[2], ARGV[4])
-local second = ARGV[1] ~= '' and ARGV[1] or string.format('%d', math.floor(tonumber(expires) - tonumber(ARGV[6])))
-if tonumber(ARGV[3]) < 0 then
-  redis.call('HINCRBY', KEYS[1], redis.call('TIME')[1] .. 't', -tonumber(ARGV[3]))
-  redis.call('EXPIRE', KEYS[1], tonumber(ARGV[5]))
-  return
-end
-for kind, amount in pairs({r = ARGV[2], t = ARGV[3]}) do
-  if tonumber(amount) ~= 0 and redis.call('HEXISTS', KEYS[1], second .. kind) == 1 then
-    redis.call('HINCRBY', KEYS[1], second .. kind, -tonumber(amount))
-  end
-end
-"""
-
-
 class RedisLedger:
     """Counts in Redis, for several routers at once. Every change is one script, which Redis runs atomically."""
 
     def __init__(self, url: str) -> None:
         self._redis = connect(url, REDIS_CONNECTIONS)
         self._clock = RedisClock()
-        self._take = self._redis.register_script(_TAKE)
-        self._give_back = self._redis.register_script(_GIVE_BACK)
+        self._take = self._redis.register_script(read_script(__file__, "quota_take.lua"))
+        self._give_back = self._redis.register_script(read_script(__file__, "quota_give_back.lua"))
 
     async def acquire(self, key_id: str, quota: Quota, tokens: int, slot: str) -> QuotaState:
-        """Take a request, tokens and a slot, all or nothing; ``TimeoutError`` once ``REDIS_TIMEOUT_S`` have passed."""
         due = time.monotonic() + REDIS_TIMEOUT_S
         numbers = [-1 if limit is None else limit for limit in quota]
         for _ in range(2):  # where Redis' clock was set ahead, the second try knows it

@@ -59,8 +59,6 @@ Signer = tuple[jwt.PyJWK, str | None]  # a public key of the issuer, and the alg
 
 
 class IssuerError(KeysError):
-    """The issuer's keys cannot be read."""
-
     def __init__(self, text: str) -> None:
         super().__init__(f"jwt.jwks: {text}")
 
@@ -86,7 +84,6 @@ class Tokens:
             self._take(self._read_file())
 
     def find(self, token: str, teams: Mapping[str, TeamRecord] = NO_TEAMS) -> Caller:
-        """Return a token's caller; ``UnauthorizedError`` says, without the token, why it is not valid."""
         digest, now = hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest(), time.time()
         if not self.in_force:
             raise IssuerUnreachableError("the keys of the tokens' issuer cannot be read now: ask again")

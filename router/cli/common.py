@@ -59,7 +59,6 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def fail(text: str) -> NoReturn:
-    """End the command with an error text and status 2."""
     err.print(f"[bold red]error:[/] {plain(text)}")
     raise SystemExit(2)
 

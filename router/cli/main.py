@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 
 from router.cli.common import fail
-from router.removed import removed_argument
 
 # Name → module, what stands for it there (a function, or an application with commands of its own), and panel of the help.
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -54,8 +53,6 @@ def main() -> None:
     if os.getpid() == 1:  # in a container, where the kernel keeps a signal from a process that does not handle it
         signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     named = sys.argv[1] if len(sys.argv) > 1 else ""
-    if gone := removed_argument(sys.argv[1:]):
-        fail(gone)
     try:
         make_app((named,) if named in COMMANDS else () if named == "--version" else COMMANDS)()
     except Exception as error:

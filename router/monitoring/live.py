@@ -70,7 +70,6 @@ class Reader:
         self._news.set()
 
     def put(self, event: bytes) -> None:
-        """Add an event; if too many wait, drop the oldest."""
         self._events.append(event)
         self._news.set()
 
@@ -252,8 +251,6 @@ def _event(name: bytes, value: Any) -> bytes:
 
 
 class LiveEndpoints:
-    """``GET /live``, ``/requests``, ``/traces`` and ``/policy``."""
-
     def __init__(
         self,
         pipeline: Pipeline,

@@ -160,8 +160,6 @@ _counter = partial(_gauge, family=CounterMetricFamily)
 
 
 class Losses(Collector):
-    """Quality losses: expected, allowed, and the drift of live answers."""
-
     def __init__(self, evaluation: ShadowEvaluation, policy: PolicyStore) -> None:
         self._evaluation, self._policy = evaluation, policy
 
@@ -271,8 +269,6 @@ class Load(Collector):
 
 
 class Metrics:
-    """All of the router's metrics."""
-
     def __init__(
         self,
         pipeline: Pipeline,

@@ -25,8 +25,6 @@ SCRIPTS = ("base", "wire", "lanes", "tiers", "requests", "trace", "ask", "qualit
 
 
 class Page:
-    """The endpoint, and whether it is on."""
-
     def __init__(self, settings: ServerSettings, keys: KeyStore) -> None:
         self._settings, self._keys = settings, keys
         self._document, self._headers = compose()

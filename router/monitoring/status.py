@@ -22,8 +22,6 @@ from tiers.spec import ReplicaStatus
 
 
 class Status:
-    """The endpoints on health, tiers and the contract."""
-
     def __init__(
         self,
         pipeline: Pipeline,

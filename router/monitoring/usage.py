@@ -56,8 +56,6 @@ class Labels:
 
 
 class UsageMetrics(Collector):
-    """Counters of keys, and how far budgets are used."""
-
     def __init__(self, registry: CollectorRegistry, labels: Labels, charging: Charging) -> None:
         def counter(name: str, text: str, *more: str) -> Counter:
             return Counter(f"qarr_key_{name}", text, (*KEY, *more), registry=registry)

@@ -37,8 +37,6 @@ TICK_S = 0.1  # slots free by time as well: engines get ready, breakers half-ope
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What an admitted request computes on."""
-
     decision: Decision  # the one that admitted it
     lease: Lease
     waited_ms: float = 0.0  # the request's time in the queue
@@ -46,8 +44,6 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class _Queued(Waiter):
-    """One request in the queue."""
-
     decision: Decision
     demand: Demand
     until: float  # when it gives up, in seconds by the monotonic clock

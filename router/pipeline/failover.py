@@ -122,8 +122,6 @@ class _Seam:
 
 @dataclass(frozen=True, slots=True)
 class Failover:
-    """What continues answers whose engine fails."""
-
     fleet: Fleet
     policy: PolicyStore
     upstream: Upstream
@@ -134,8 +132,6 @@ class Failover:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """The rest of one answer, computed by other engines."""
-
     failover: Failover
     decision: Decision
     request: EngineRequest

@@ -52,8 +52,6 @@ class Diverted(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
-    """A request that is being served."""
-
     context: RequestContext
     decision: Decision
     priority: Priority

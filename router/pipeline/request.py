@@ -24,8 +24,6 @@ MAX_COUNT = 1 << 40  # bound of token counts: far above any context or quota, an
 
 @dataclass(slots=True)
 class RequestContext:
-    """A request's ids and caller, from its first to its last byte."""
-
     request_id: str  # the caller's own if it sent a usable one
     trace_id: str
     caller: Caller = ANONYMOUS
@@ -54,8 +52,6 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True)
 class PromptText:
-    """What routing reads of a prompt."""
-
     text: str  # the user's last turn, which is classified
     # of the longest prompt, without the chat template; None: those of ``text`` and ``system_tokens``
     prompt_tokens: int | None = None
@@ -81,8 +77,6 @@ class PromptText:
 
 @dataclass(frozen=True, slots=True)
 class RoutingOptions:
-    """What a caller says about routing, on every endpoint."""
-
     hint: TierName | None = None  # the tier asked for; None: any
     hint_field: str = ""  # the field that names it, for errors
     require: bool = False  # hint and SLA are conditions, not preferences
@@ -97,8 +91,6 @@ class RoutingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One request, parsed by its endpoint."""
-
     context: RequestContext
     prompt: PromptText
     options: RoutingOptions
@@ -116,7 +108,6 @@ class Call:
     cut: Callable[[Call, Any], Call] | None = None
 
     def query(self, features: PromptFeatures, template: TemplateTokens, *, affinity: bool = False) -> Query:
-        """Return it as the policy sees it; with affinity, also as prefix caches see it."""
         prompt, options, adapter, prefix = self.prompt, self.options, self.asked.adapter, None
         added = template.conversation(prompt.messages, system=prompt.system) if prompt.messages else 0
         tokens = features.tokens + prompt.system_tokens if prompt.prompt_tokens is None else prompt.prompt_tokens

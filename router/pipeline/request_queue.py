@@ -87,7 +87,6 @@ class RequestQueue(Generic[E]):
         return max((group[-1] for group in groups), key=self._order)
 
     def oldest(self, tier: TierName) -> E | None:
-        """Return the request that has waited longest of those that a tier could serve; None: none waits for it."""
         firsts = (next(iter(queue.arrived)) for queue in self._for((tier,)))
         return min(firsts, key=attrgetter("since"), default=None)
 

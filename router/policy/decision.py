@@ -36,24 +36,21 @@ SURE = 0.6  # confidence in a class from which a prompt counts as of that class 
 
 @dataclass(frozen=True, slots=True)
 class PolicyParameters:
-    """The policy's parameters: settings of the same names, and what is known of losses.
+    """The policy's parameters: settings of the same names, and what is known of losses."""
 
-    Attributes:
-        losses: By tier, class and complexity: published, and measured.
-        max_loss: By class; a class without one has no bound of its own.
-        loss_budget: Share of answers, 0..1, that may get worse, or the tier that may not be lost more than.
-        adapters: By LoRA adapter, what ``losses`` is for the model itself; of any other adapter, under the empty name.
-    """
-
+    # by tier, class and complexity: published, and measured
     losses: Mapping[TierName, Mapping[PromptClass, Mapping[Complexity, ExpectedLoss]]] = field(default_factory=dict)
+    # by class; a class without one has no bound of its own
     max_loss: Mapping[PromptClass, float] = field(default_factory=dict)
     objective: Objective = "best"
+    # share of answers, 0..1, that may get worse, or the tier that may not be lost more than
     loss_budget: float | TierName = TierName.BALANCED
     negligible_loss: float = 0.005
     sla_confidence: float = 0.9
     give_up: Bound = "latency"
     max_slowdown: float = 4.0
     prices: Mapping[TierName, float] = field(default_factory=dict)
+    # by LoRA adapter, what ``losses`` is for the model itself; of any other adapter, under the empty name
     adapters: Mapping[str, Mapping[TierName, Mapping[PromptClass, Mapping[Complexity, ExpectedLoss]]]] = field(
         default_factory=dict
     )
@@ -96,61 +93,40 @@ class PolicyParameters:
 
 @dataclass(frozen=True, slots=True)
 class Sla:
-    """The caller's bounds; None: no bound. Times in milliseconds, loss and confidence 0..1.
-
-    Attributes:
-        confidence: Probability with which the bounds are to be met; None: as the settings say.
-    """
+    """The caller's bounds; None: no bound. Times in milliseconds, loss and confidence 0..1."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     max_quality_loss: float | None = None
-    confidence: float | None = None
+    confidence: float | None = None  # probability with which the bounds are to be met; None: as the settings say
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One request as the policy sees it.
-
-    Attributes:
-        prompt_tokens: Of the longest prompt, with system prompt and chat template.
-        max_tokens: Output tokens of each answer at most.
-        hint: The tier asked for; None: any.
-        require: Hint and SLA are conditions, not preferences.
-        allowed: The tiers that the caller's key may use; None: all.
-        sequences: Answers computed at the same time: prompts times choices.
-        all_prompt_tokens: Of all prompts together; 0: there is one prompt.
-        undraftable: Parameters that engines with a draft refuse, for people; empty: it has none.
-        adapter: The LoRA adapter that it names; None: none.
-        precisions: That may serve it, by OpenRouter's names; None: any.
-        only: The tiers that may serve it, as the request says; None: all.
-        sort: What the choice is to be made by, among tiers within the loss budget; None: by the policy's rule.
-        truncated: What was cut of its prompt, for people; empty: nothing.
-        over_budget: The key's budget is used up, so that only ``allowed`` is left of its tiers.
-        prefix: Of its prompt, for prefix caches; None: not known. No part of what is decided from, nor of the log: what
-            replicas hold of it is in the snapshot.
-    """
+    """One request as the policy sees it."""
 
     features: PromptFeatures
-    prompt_tokens: int
-    max_tokens: int
-    hint: TierName | None = None
-    require: bool = False
+    prompt_tokens: int  # of the longest prompt, with system prompt and chat template
+    max_tokens: int  # output tokens of each answer at most
+    hint: TierName | None = None  # the tier asked for; None: any
+    require: bool = False  # hint and SLA are conditions, not preferences
     sla: Sla = Sla()
-    allowed: frozenset[TierName] | None = None
-    sequences: int = 1
-    all_prompt_tokens: int = 0
-    undraftable: str = ""
-    adapter: str | None = None
-    precisions: frozenset[str] | None = None
-    only: frozenset[TierName] | None = None
+    allowed: frozenset[TierName] | None = None  # the tiers that the caller's key may use; None: all
+    sequences: int = 1  # answers computed at the same time: prompts times choices
+    all_prompt_tokens: int = 0  # of all prompts together; 0: there is one prompt
+    undraftable: str = ""  # parameters that engines with a draft refuse, for people; empty: it has none
+    adapter: str | None = None  # the LoRA adapter that it names; None: none
+    precisions: frozenset[str] | None = None  # that may serve it, by OpenRouter's names; None: any
+    only: frozenset[TierName] | None = None  # the tiers that may serve it, as the request says; None: all
+    # what the choice is to be made by, among tiers within the loss budget; None: by the policy's rule
     sort: Sort | None = None
-    truncated: str = ""
-    over_budget: bool = False
+    truncated: str = ""  # what was cut of its prompt, for people; empty: nothing
+    over_budget: bool = False  # the key's budget is used up, so that only ``allowed`` is left of its tiers
+    # of its prompt, for prefix caches; None: not known. No part of what is decided from, nor of the log: what
+    # replicas hold of it is in the snapshot
     prefix: Annotated[Prefix | None, Field(exclude=True)] = field(default=None, compare=False, repr=False)
 
     def allows(self, tier: TierName) -> bool:
-        """Tell whether the caller's key may use a tier."""
         return self.allowed is None or tier in self.allowed
 
     def takes(self, spec: TierSpec) -> bool:
@@ -190,8 +166,6 @@ BY_CALLER = {Basis.HINT, Basis.SORT}  # the caller chose, not the policy
 
 
 class Refusal(Enum):
-    """Why no tier serves a request."""
-
     TOO_LONG = "too_long"
     NOT_READY = "not_ready"
     AT_CAPACITY = "at_capacity"
@@ -210,46 +184,29 @@ class Rate(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What the policy expects of one tier for a request at the present load. None: not known.
-
-    Attributes:
-        precision: What the tier serves; see ``TierSpec``.
-        speed: Of the replica that would serve the request, or of the first ready one.
-        batch: Sequences that this replica is expected to compute at once.
-        worst: Upper bound of the loss at the confidence asked for.
-        allowed: Share of answers, 0..1, that may get worse on it now.
-        cost: Engine-seconds, times the tier's price.
-        excess: Largest ratio of a predicted time to its bound; infinite where a time is not known.
-        obstacle: Why the tier cannot serve now; None: it can.
-        obstacle_text: The same, for a person.
-        slow: It breaks a bound on time, or may, for its times are not known; likewise ``lossy`` on loss.
-        unfit: It loses more than the budget or the class's bound allows, or is below the hint.
-        cached: Prompt tokens that need no prefill on the replica that would serve it.
-        meets: It can serve the request within the bounds asked for.
-    """
+    """What the policy expects of one tier for a request at the present load. None: not known."""
 
     tier: TierName
-    precision: str
+    precision: str  # what the tier serves; see ``TierSpec``
     state: ReplicaStatus
-    speed: SpeedModel | None
-    batch: int
+    speed: SpeedModel | None  # of the replica that would serve the request, or of the first ready one
+    batch: int  # sequences that this replica is expected to compute at once
     times: Expectation | None
     loss: ExpectedLoss
-    worst: float
-    allowed: float
-    cost: float | None
-    excess: float
-    obstacle: Refusal | None
-    obstacle_text: str
-    slow: bool
+    worst: float  # upper bound of the loss at the confidence asked for
+    allowed: float  # share of answers, 0..1, that may get worse on it now
+    cost: float | None  # engine-seconds, times the tier's price
+    excess: float  # largest ratio of a predicted time to its bound; infinite where a time is not known
+    obstacle: Refusal | None  # why the tier cannot serve now; None: it can
+    obstacle_text: str  # the same, for a person
+    slow: bool  # it breaks a bound on time, or may, for its times are not known; likewise ``lossy`` on loss
     lossy: bool
-    unfit: bool
-    cached: int | None
-    meets: bool
+    unfit: bool  # it loses more than the budget or the class's bound allows, or is below the hint
+    cached: int | None  # prompt tokens that need no prefill on the replica that would serve it
+    meets: bool  # it can serve the request within the bounds asked for
 
     @property
     def under_load(self) -> bool:
-        """Tell whether its speed is known under load."""
         return self.speed is not None and self.speed.under_load
 
     @property
@@ -282,30 +239,21 @@ class Estimate(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A choice between tiers, and all that it was made from.
-
-    Attributes:
-        z: The confidence asked for, as a quantile of the normal distribution.
-        scarcity: Of engine time, 0..1.
-        estimates: One for each tier, by rising precision.
-        bound: Share of answers, 0..1, that the request lets get worse, else its class; None: there is no bound.
-        chosen: None: the request is refused.
-        given_up: Bounds that no tier meets.
-    """
+    """A choice between tiers, and all that it was made from."""
 
     query: Query
     table: PolicyParameters
-    z: float
-    scarcity: float
-    estimates: tuple[Estimate, ...]
-    chosen: Estimate | None = None
+    z: float  # the confidence asked for, as a quantile of the normal distribution
+    scarcity: float  # of engine time, 0..1
+    estimates: tuple[Estimate, ...]  # one for each tier, by rising precision
+    chosen: Estimate | None = None  # None: the request is refused
     basis: Basis = Basis.REFUSED
-    given_up: tuple[Degraded, ...] = ()
+    given_up: tuple[Degraded, ...] = ()  # bounds that no tier meets
+    # share of answers, 0..1, that the request lets get worse, else its class; None: there is no bound
     bound: float | None = None
 
     @property
     def asked(self) -> list[Estimate]:
-        """Return the tiers asked for: all, unless a hint is a condition."""
         if self.query.hint is None or not self.query.require:
             return list(self.estimates)
         return [each for each in self.estimates if each.tier is self.query.hint]
@@ -317,32 +265,21 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where a request goes and why. Plain data: ``router.policy.explain`` has further words for it.
+    """Where a request goes and why. Plain data: ``router.policy.explain`` has further words for it."""
 
-    Attributes:
-        tier: The tier that is to serve it; None: refused.
-        reason: For a person; without any of the prompt's text.
-        choice: What it was made from.
-        degraded: What the request asks for or its class needs, and is not expected, or not known, to get.
-        refusal: Why there is no tier; None where there is one.
-        retry_after_s: Of a refusal: predicted seconds until it could be served; None: never, as far as is known.
-    """
-
-    tier: TierName | None
-    reason: str
+    tier: TierName | None  # the tier that is to serve it; None: refused
+    reason: str  # for a person; without any of the prompt's text
     query: Query
-    choice: Choice
+    choice: Choice  # what it was made from
     basis: Basis
+    # what the request asks for or its class needs, and is not expected, or not known, to get
     degraded: tuple[Degraded, ...] = ()
-    refusal: Refusal | None = None
+    refusal: Refusal | None = None  # why there is no tier; None where there is one
+    # of a refusal: predicted seconds until it could be served; None: never, as far as is known
     retry_after_s: float | None = None
 
     def estimate(self, tier: TierName) -> Estimate:
-        """Return what was expected of one tier.
-
-        Raises:
-            KeyError: The fleet had no such tier.
-        """
+        """Return what was expected of one tier; ``KeyError``: the fleet had no such tier."""
         for each in self.choice.estimates:
             if each.tier is tier:
                 return each
@@ -354,7 +291,6 @@ class Decision:
 
     @property
     def chosen(self) -> Estimate | None:
-        """Return what was expected of the tier that is to serve the request, or None."""
         for each in self.choice.estimates:
             if each.tier is self.tier:
                 return each
@@ -367,8 +303,6 @@ class Decision:
 
 
 class RequestRefusedError(Exception):
-    """The policy found no tier."""
-
     def __init__(self, decision: Decision) -> None:
         super().__init__(decision.reason)
         self.decision = decision

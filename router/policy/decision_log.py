@@ -83,8 +83,6 @@ LoggedFleet = Annotated[FleetSnapshot, PlainValidator(_read_fleet), PlainSeriali
 
 @dataclass(frozen=True, slots=True)
 class PolicyRecord:
-    """The parameters that decisions were made by, named by their digest."""
-
     id: str
     table: PolicyParameters
     kind: Literal["policy"] = "policy"
@@ -124,8 +122,6 @@ class OutcomeRecord:
 
 @dataclass(frozen=True, slots=True)
 class OverflowRecord:
-    """A request that no tier had a slot for, and that another server was to answer."""
-
     request_id: str
     overflow: str  # the server's name
     failure: str | None  # why it did not answer; None: it did

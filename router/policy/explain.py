@@ -149,7 +149,6 @@ def _lossy_text(estimate: Estimate, query: Query) -> str:
 
 
 def _no_better(asked: Sequence[Estimate]) -> str:
-    """Return why no tier that meets the class's needs was taken."""
     better = [o for o in asked if not o.unfit]
     if all(o.obstacle is Refusal.NOT_ALLOWED for o in better):
         return "none of which this key allows"
@@ -161,7 +160,6 @@ def _no_better(asked: Sequence[Estimate]) -> str:
 
 
 def _sorted_text(chosen: Estimate, sort: Sort) -> str:
-    """Return what the choice by a request's own order rests on."""
     value = chosen.order(sort)
     if value == math.inf:
         return f"sort {sort}: speed is not measured, so {chosen.tier}, the lowest precision that may serve, was taken"

@@ -129,7 +129,6 @@ def losses(precision: str, counts: Iterable[AnswerCount]) -> Losses:
 
 
 def updated(prior: float, flips: Flips) -> ExpectedLoss:
-    """Return the loss of a kind after measured answers."""
     n, net = flips.answers, flips.worse - flips.better
     if prior < LEAST and not n:
         return NO_LOSS
@@ -147,7 +146,6 @@ def updated(prior: float, flips: Flips) -> ExpectedLoss:
 
 
 def mean_loss(losses: Iterable[ExpectedLoss]) -> ExpectedLoss:
-    """Return the loss of prompts that may be of any of these kinds."""
     each = list(losses)
     mean, low, high = (fmean(getattr(loss, part) for loss in each) for part in ("mean", "low", "high"))
     return ExpectedLoss(mean, low, high, sum(loss.answers for loss in each))

@@ -36,19 +36,12 @@ class Frozen(BaseModel):
 
 
 class Diagnosis(Frozen):
-    """How far a tier's tokens are from the reference's: tells how much changes, not whether answers get worse.
+    """How far a tier's tokens are from the reference's: tells how much changes, not whether answers get worse."""
 
-    Attributes:
-        tokens: Scored.
-        disagreement: Share of them that are not the reference's first choice.
-        kl: Mean divergence of the next-token distributions, in nats.
-        regret: Mean log-probability, in nats a token, that the reference gives up against its own first choice.
-    """
-
-    tokens: int
-    disagreement: float
-    kl: float
-    regret: float
+    tokens: int  # scored
+    disagreement: float  # share of them that are not the reference's first choice
+    kl: float  # mean divergence of the next-token distributions, in nats
+    regret: float  # mean log-probability, in nats a token, that the reference gives up against its own first choice
 
 
 class Flips(NamedTuple):
@@ -60,27 +53,18 @@ class Flips(NamedTuple):
 
 
 class AnswerCount(Frozen):
-    """How many answers to tasks of one kind are right, of the reference and of a tier to the same tasks.
-
-    Attributes:
-        asked: Tasks that the reference answered.
-        right: Of these, those that the reference got right.
-        answered: Tasks that both answered.
-        worse: Of these, those that the reference got right and the tier wrong; ``better``: the reverse.
-        both: Those that both got right.
-        diagnosis: None: not scored.
-    """
+    """How many answers to tasks of one kind are right, of the reference and of a tier to the same tasks."""
 
     prompt_class: PromptClass
     complexity: Complexity
     tier: TierName
-    asked: int = Field(ge=0)
-    right: int = Field(ge=0)
-    answered: int = Field(ge=0)
-    worse: int = Field(ge=0)
+    asked: int = Field(ge=0)  # tasks that the reference answered
+    right: int = Field(ge=0)  # of these, those that the reference got right
+    answered: int = Field(ge=0)  # tasks that both answered
+    worse: int = Field(ge=0)  # of these, those that the reference got right and the tier wrong; ``better``: the reverse
     better: int = Field(ge=0)
-    both: int = Field(ge=0)
-    diagnosis: Diagnosis | None = None
+    both: int = Field(ge=0)  # those that both got right
+    diagnosis: Diagnosis | None = None  # None: not scored
 
     @property
     def flips(self) -> Flips:
@@ -89,16 +73,13 @@ class AnswerCount(Frozen):
 
 
 class _Profile(Frozen):
-    """What was measured of one model's tiers.
-
-    Attributes:
-        checkpoints: Digest of each tier's weights; None for engines given by URL, whose checkpoint is not known.
-    """
+    """What was measured of one model's tiers."""
 
     kind: ClassVar[str]
     version: int
     created: AwareDatetime
     model: str
+    # digest of each tier's weights; None for engines given by URL, whose checkpoint is not known
     checkpoints: dict[TierName, str | None]
 
     def _check_checkpoints(self, served: Mapping[TierName, str | None], path: Path) -> None:
@@ -115,30 +96,20 @@ def _short(digest: str | None) -> str:
 
 
 class QualityProfile(_Profile):
-    """How many answers of each kind get worse on each tier.
-
-    Attributes:
-        tasks: What they were measured with, for people.
-        whole: Nothing is left to measure; else the router goes on when it is idle.
-        adapter: The LoRA adapter that answered on every tier; None: the model itself.
-    """
+    """How many answers of each kind get worse on each tier."""
 
     kind = "quality"
     version: Literal[3] = 3
-    tasks: str
-    whole: bool = True
+    tasks: str  # what they were measured with, for people
+    whole: bool = True  # nothing is left to measure; else the router goes on when it is idle
     counts: tuple[AnswerCount, ...]
-    adapter: str | None = None
+    adapter: str | None = None  # the LoRA adapter that answered on every tier; None: the model itself
 
     def of(self, tier: TierName) -> tuple[AnswerCount, ...]:
         return tuple(count for count in self.counts if count.tier is tier)
 
     def check(self, checkpoints: Mapping[TierName, str | None], path: Path) -> Self:
-        """Return the profile if it is of these checkpoints.
-
-        Raises:
-            ProfileError: It is of others.
-        """
+        """Return the profile if it is of these checkpoints; ``ProfileError``: it is of others."""
         self._check_checkpoints(checkpoints, path)
         return self
 
@@ -161,11 +132,7 @@ _P = TypeVar("_P", bound=_Profile)
 
 
 def load_profile(path: Path) -> QualityProfile:
-    """Read a quality profile.
-
-    Raises:
-        ProfileError: The file cannot be read, or is no quality profile.
-    """
+    """Read a quality profile; ``ProfileError``: the file cannot be read, or is no quality profile."""
     return _load(QualityProfile, path)
 
 
@@ -199,21 +166,14 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 class Sample(Frozen):
-    """One timed request, and its tier's load when it was sent. Times in milliseconds.
-
-    Attributes:
-        sequences: Requests that the tier already had.
-        waiting_tokens: Their prompt tokens that were not computed yet.
-        batch: Sequences decoded together with it, itself included; 0: it was not decoded.
-        neighbours: Share of the other tiers that were computing too, 0..1.
-    """
+    """One timed request, and its tier's load when it was sent. Times in milliseconds."""
 
     tier: TierName
     prompt_tokens: int
-    sequences: int
-    waiting_tokens: int
-    batch: int
-    neighbours: float = Field(ge=0, le=1)
+    sequences: int  # requests that the tier already had
+    waiting_tokens: int  # their prompt tokens that were not computed yet
+    batch: int  # sequences decoded together with it, itself included; 0: it was not decoded
+    neighbours: float = Field(ge=0, le=1)  # share of the other tiers that were computing too, 0..1
     ttft_ms: float | None
     tpot_ms: float | None
 
@@ -277,11 +237,7 @@ class LatencyProfile(_Profile):
         return self.model_copy(update={"fits": fits, "samples": samples})
 
     def check(self, checkpoints: Mapping[TierName, str | None], machine: str, path: Path) -> Self:
-        """Return the profile if it is of these checkpoints on this machine.
-
-        Raises:
-            ProfileError: It is of others.
-        """
+        """Return the profile if it is of these checkpoints on this machine; ``ProfileError``: it is of others."""
         self._check_checkpoints(checkpoints, path)
         if self.machine != machine:
             raise ProfileError(
@@ -298,9 +254,5 @@ def latency_name(checkpoints: Mapping[TierName, str | None], machine: str) -> st
 
 
 def load_latency(path: Path) -> LatencyProfile:
-    """Read a latency profile.
-
-    Raises:
-        ProfileError: The file cannot be read, or is no latency profile.
-    """
+    """Read a latency profile; ``ProfileError``: the file cannot be read, or is no latency profile."""
     return _load(LatencyProfile, path)

@@ -14,7 +14,6 @@ from tiers.spec import TierName
 
 
 def render_estimates(decision: Decision) -> list[dict[str, Any]]:
-    """Return what was expected of each tier, and why it was chosen or not, by rising precision."""
     return [_estimate(each, verdict(decision.choice, each)) for each in decision.choice.estimates]
 
 
@@ -76,7 +75,6 @@ def render_features(features: PromptFeatures) -> dict[str, Any]:
 
 
 def render_budget(policy: PolicyStore) -> dict[str, Any]:
-    """Return the loss budget, and what the answers since the start are expected to have lost of it."""
     tally, rule = policy.tally, policy.table.loss_budget
     counted = max(tally.answers, 1)
     return {

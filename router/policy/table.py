@@ -155,7 +155,6 @@ class PolicyStore:
 
     @property
     def measured(self) -> frozenset[TierName]:
-        """Return the tiers whose loss is measured, as far as it is worth measuring."""
         quality = self.quality
         return frozenset({c.tier for c in quality.counts} | {REFERENCE}) if quality and quality.whole else frozenset()
 
@@ -197,7 +196,6 @@ class PolicyStore:
             log.warning("%s", why)
 
     def _profile(self, path: Path) -> QualityProfile | None:
-        """Return a quality profile; None: there is none that can be used."""
         try:
             return load_profile(path).check(self._identities, path) if path.exists() else None
         except ProfileError as error:
@@ -266,7 +264,6 @@ def _mean(of_tier: Mapping[PromptClass, Mapping[Complexity, ExpectedLoss]]) -> f
 
 
 def _changed(path: Path) -> float | None:
-    """Return when a file was last changed; None: there is no file."""
     try:
         return path.stat().st_mtime
     except OSError:

@@ -53,7 +53,6 @@ def signs(text: str) -> str:
 
 
 def normal(text: str) -> str:
-    """Return a text in one form of characters, case, signs and white space."""
     return " ".join(signs(unicodedata.normalize("NFKC", text)).casefold().split())
 
 
@@ -73,7 +72,6 @@ def holds(answer: str, text: str) -> bool:
 
 
 def last_number(text: str) -> float:
-    """Return the last number of a text, or of its last box in LaTeX; nan: there is none."""
     text = signs(text)
     for pattern, new in _LATEX:
         text = regex.sub(pattern, new, text)

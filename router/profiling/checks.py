@@ -53,7 +53,6 @@ def same(found: Any, wanted: Any) -> bool:
 
 class _Check(Frozen):
     def passes(self, answer: str) -> bool:
-        """Tell whether an answer is right; an empty one never is."""
         answer = answer[:MAX_ANSWER].strip()
         return bool(answer) and self._passes(answer)
 
@@ -199,8 +198,6 @@ def _at(value: Any, pointer: str) -> Any:
 
 
 class ConstraintsCheck(_Check):
-    """Rules of form."""
-
     type: Literal["constraints"]
     min_words: Count = None
     max_words: Count = None
@@ -268,13 +265,10 @@ class CodeCheck(_Check):
 
 
 class RunsCheck(_Check):
-    """A test that runs the answer."""
-
     type: Literal["runs"]
     test: Text
 
     def passes(self, answer: str) -> bool:
-        """Raise NeedsRun."""
         raise NeedsRunError(answer)
 
 

@@ -32,8 +32,6 @@ def first_of(errors: BaseExceptionGroup[ProfileError]) -> ProfileError:
 
 
 class MeasuredTier(NamedTuple):
-    """A ready tier."""
-
     identity: str | None  # digest or URL of what it serves
     replicas: int  # number of ready ones
     max_num_seqs: int
@@ -43,8 +41,6 @@ class MeasuredTier(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """The fleet as measurements need it."""
-
     model: str
     machine: str
     checkpoints: Mapping[TierName, str | None]  # digest or URL of what each tier serves, ready or not

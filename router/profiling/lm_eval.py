@@ -55,7 +55,6 @@ class Sample(BaseModel):
 
     @property
     def key(self) -> str:
-        """Name the document and the whole prompt, few-shot examples included."""
         return f"{self.doc_id} {self.doc_hash} {self.prompt_hash}"
 
     @property
@@ -68,7 +67,6 @@ class Sample(BaseModel):
 
     @property
     def right(self) -> bool | None:
-        """Tell whether the answer is right; None: no metric tells it."""
         values = self.model_extra or {}
         for name in RIGHT:
             if name in self.metrics and isinstance(value := values.get(name), int | float):

@@ -31,8 +31,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LatencyPlan:
-    """What to measure."""
-
     step_s: float  # approximate duration of one step in seconds; bounds prompt and answer lengths on slow tiers
     tiers: tuple[TierName, ...] = ()  # the tiers to measure; empty: all ready ones
     # approximate duration of all steps in seconds; long prompts and large batches that the fit does not need are
@@ -77,8 +75,6 @@ async def measure_latency(
 
 @dataclass(slots=True)
 class _Bench:
-    """One tier's load, as its only client knows it."""
-
     client: Client
     tier: TierName
     sequences: int = 0
@@ -147,8 +143,6 @@ Step = Callable[[_Bench], Coroutine[Any, Any, None]]
 
 
 class _Run:
-    """One measurement."""
-
     def __init__(
         self,
         client: Client,
@@ -193,7 +187,6 @@ class _Run:
         self._done = through
 
     def _too_long(self, length: int, seen: list[tuple[int, float]], until_s: float) -> bool:
-        """Tell whether a prompt would take too long, by extrapolation from the last two lengths."""
         if len(seen) < LEAST:
             return False
         (short, quick), (long, slow) = seen[-2:]
@@ -227,7 +220,6 @@ class _Run:
             await bench.request(PROMPT_TOKENS, tokens, batch, neighbours=share)
 
     def _single_step(self, tier: TierName) -> float:
-        """Return the time of a decode step of one sequence, in milliseconds."""
         alone = [s.tpot_ms for s in self._own(tier) if s.tpot_ms is not None and s.batch == 1]
         if not alone:
             raise ProfileError(f"{tier} sent every answer all at once: the machine is too busy to measure its pace")

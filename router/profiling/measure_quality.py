@@ -38,8 +38,6 @@ CHARS_PER_TOKEN = 4.0  # of long prompts: those that may be too long for a tier 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure."""
-
     tasks: tuple[Task, ...]  # in the order in which they are asked, within a kind
     name: str  # of the tasks, for people
     journal: Path  # file of judged answers, in JSON lines
@@ -81,8 +79,6 @@ def _having(fleet: FleetState, adapter: str) -> FleetState:
 
 
 class _Run:
-    """One measurement."""
-
     def __init__(
         self, client: Client, plan: Plan, fleet: FleetState, progress: Callable[[str, int, int], None]
     ) -> None:

@@ -40,7 +40,6 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 def keep_quality(folder: Path, profile: QualityProfile) -> Path:
-    """Write a quality profile; return its path. ``ProfileError``: it cannot be written."""
     path = folder / profile_name(profile.checkpoints, profile.adapter)
     _write(path, profile.model_dump_json(indent=2) + "\n")
     return path

@@ -44,8 +44,6 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class Drift:
-    """The last answers of one class on one tier."""
-
     # of each, whether it is the reference's (None: it could not be compared), and its scores
     answers: deque[tuple[bool | None, Scores]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     checked: int = 0  # number of answers ever checked; ``compared``: of these, those that could be compared
@@ -58,7 +56,6 @@ class Drift:
 
     @property
     def differing(self) -> float | None:
-        """Return the share of compared answers that differ; None: there are none."""
         compared = [same for same, _ in self.answers if same is not None]
         return compared.count(False) / len(compared) if compared else None
 

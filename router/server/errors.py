@@ -4,23 +4,17 @@ from __future__ import annotations
 
 
 class BodyTooLargeError(Exception):
-    """A request body over the limit."""
-
     def __init__(self, limit: int) -> None:
         super().__init__(f"the request body is larger than {limit} bytes")
         self.limit = limit
 
 
 class HeadTooLargeError(Exception):
-    """A request whose path and headers are too many or too long."""
-
     def __init__(self, max_bytes: int, max_headers: int) -> None:
         super().__init__(f"path and headers are more than {max_bytes} bytes, or more than {max_headers} headers")
 
 
 class RequestTooSlowError(Exception):
-    """A request that did not come in time."""
-
     def __init__(self, part: str, limit_s: float) -> None:
         super().__init__(f"the request's {part} was not complete after {limit_s:g} s: send it again, faster")
 

@@ -45,8 +45,6 @@ log = logging.getLogger("qarr.request")
 
 @dataclass(slots=True)
 class RequestIds:
-    """The request that is being served."""
-
     request_id: str
     trace_id: str
     began: float  # when it arrived, by the monotonic clock
@@ -196,8 +194,6 @@ def _is_request(record: logging.LogRecord) -> bool:
 
 
 class _Queued(QueueHandler):
-    """Queues log records for the thread that writes them, with the ids of their request."""
-
     put: Callable[[logging.LogRecord], None]
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:

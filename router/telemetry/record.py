@@ -17,8 +17,6 @@ from tiers.spec import TierName
 
 
 class Outcome(StrEnum):
-    """How a request ended."""
-
     OK = "ok"
     REFUSED = "refused"
     ERROR = "error"
@@ -88,8 +86,6 @@ JOURNEY: ContextVar[Journey | None] = ContextVar("qarr_journey", default=None)  
 
 
 class Served(NamedTuple):
-    """Who answered a request."""
-
     tier: TierName | None = None  # that began its answer; None: none did
     replica: str | None = None
     precision: str | None = None  # of that tier
@@ -103,8 +99,6 @@ class Served(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Tokens of a request."""
-
     prompt: int
     output: int = 0
     # of its prompt, found in the engine's prefix cache, as the engine reports it; None: it does not
@@ -123,8 +117,6 @@ class Times(NamedTuple):
 
 
 class TierUsage(NamedTuple):
-    """Tokens of a request that one tier computed."""
-
     tier: TierName
     prompt: int
     cached: int  # of the prompt's, those in its prefix cache
@@ -148,8 +140,6 @@ FREE = Cost()
 
 
 class RequestRecord(NamedTuple):
-    """One inference request, from its arrival to its end."""
-
     at: float  # when it arrived, in seconds since 1970
     request_id: str
     trace_id: str

@@ -102,7 +102,6 @@ def outcome_attributes(record: RequestRecord) -> dict[str, Any]:
 
 
 def hop_attributes(hop: Hop) -> dict[str, Any]:
-    """Return what is known of a request to an engine when it is sent."""
     where = urlsplit(hop.url)
     attributes = {
         "gen_ai.operation.name": hop.operation,

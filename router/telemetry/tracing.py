@@ -144,7 +144,6 @@ class Telemetry:
         return asked.decode() if usable else random_hex(32), trace_id
 
     def record_outcome(self, record: RequestRecord) -> None:
-        """Put on the server span how the request went, and make the spans of the steps below it."""
         span, prompt = server_span(), ""
         if record.journey is not None:
             prompt, record.journey.prompt = record.journey.prompt, ""
@@ -168,11 +167,9 @@ class Telemetry:
             below.end(_ns(record, step["start_ms"] + step["duration_ms"]))
 
     def record_failed_attempt(self, replica_id: str, error: Exception) -> None:
-        """Note an attempt that failed before its first byte; it may be retried."""
         _note("qarr.attempt_failed", {"qarr.replica": replica_id, "error.type": error_name(error)})
 
     def record_continuation(self, broken: str, replica_id: str, tokens: int, error: Exception) -> None:
-        """Note that another engine continues the answer, and after how many tokens."""
         went_on = {"qarr.continued_on": replica_id, "qarr.continued_tokens": tokens}
         _note("qarr.continuation", {"qarr.replica": broken, **went_on, "error.type": error_name(error)})
 

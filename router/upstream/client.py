@@ -73,7 +73,6 @@ class RetryBudget:
         self._left = min(self._left + self.share, float(self.reserve))
 
     def spend(self) -> bool:
-        """Use one retry; False: there is none left."""
         if self._left < 1:
             return False
         self._left -= 1
@@ -81,8 +80,6 @@ class RetryBudget:
 
 
 class Upstream:
-    """Opens answers on the fleet's replicas."""
-
     def __init__(
         self,
         fleet: Fleet,
@@ -311,7 +308,6 @@ def lease_for(
 
 @lru_cache(256)
 def _address(url: str) -> tuple[httpx.URL, bytes]:
-    """Return an engine's address and the value of its Host header, read once: they are few."""
     read = httpx.URL(url)
     return read, read.netloc
 
@@ -389,7 +385,6 @@ def _retry_after(response: httpx.Response) -> float | None:
 
 
 def refusal(status: int, body: bytes) -> EngineRefusedError:
-    """Return the error for an engine's answer that says what is wrong with the request."""
     try:
         message = read_json(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):

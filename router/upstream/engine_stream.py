@@ -67,8 +67,6 @@ class OverflowHold:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One request at one replica that has answered 200."""
-
     tier: TierName
     lease: Lease | OverflowHold
     response: httpx.Response

@@ -86,11 +86,7 @@ class JsonObject:
 
     @staticmethod
     def parse(body: bytes) -> JsonObject:
-        """Read an object.
-
-        Raises:
-            NotJsonError: It is not UTF-8, not JSON, nested too deep, or not an object.
-        """
+        """Read an object; ``NotJsonError``: it is not UTF-8, not JSON, nested too deep, or not an object."""
         try:
             values = from_json(body, allow_inf_nan=False, cache_strings="keys")
         except ValueError:  # why, and lone surrogates, which Python's decoder takes

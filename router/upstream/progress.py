@@ -54,7 +54,6 @@ class Progress:
 
     @property
     def point(self) -> Point:
-        """Return the last point of which all text has come."""
         return Point(*next(point for point in reversed(self._points) if point[1] <= self.told))
 
     @property
@@ -113,8 +112,6 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """What continuing a request's answer needs of the request."""
-
     max_tokens: int | None  # output tokens in all; None: as many as the context leaves
     sampling: Mapping[str, Any]  # members of a completion's body that say how tokens are chosen
     priority: int  # for vLLM's scheduler, lower first
@@ -126,7 +123,6 @@ class Resumption:
 
     @property
     def includes_stop(self) -> bool:
-        """Tell whether the string that ends the answer belongs to it."""
         return as_boolean(self.sampling.get("include_stop_str_in_output"))
 
     @property
@@ -138,5 +134,4 @@ class Resumption:
 
     @property
     def min_tokens(self) -> int:
-        """Return the tokens before which no stop string counts."""
         return as_integer(self.sampling.get("min_tokens")) or 0

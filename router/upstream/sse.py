@@ -141,7 +141,6 @@ def decoded(decoder: msgspec.json.Decoder[Any], text: bytes) -> Any:
 
 
 def read_completion(content: bytes) -> WholeAnswer | None:
-    """Read an answer that is not streamed; None where it is no completion."""
     try:
         answer = decoded(_WHOLE_ANSWER, content)
     except EngineBrokeError:
@@ -153,8 +152,6 @@ def read_completion(content: bytes) -> WholeAnswer | None:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How the answers of one API are read."""
-
     read_event: Callable[[bytes], Chunk]  # reads one event of a stream, as ``parse_event``
     read_whole: Callable[[bytes], WholeAnswer | None]  # reads an answer that is not streamed, as ``read_completion``
     usual: Callable[[bytes], object]  # matches an event as vLLM writes it; others are written anew

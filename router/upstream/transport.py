@@ -33,8 +33,6 @@ Origin = tuple[str, str, int]  # scheme, host, port
 
 
 class ConnectionState(Enum):
-    """What a connection is doing."""
-
     IDLE = "idle"  # waits for a request
     ACTIVE = "active"  # an answer is coming
     ENDING = "ending"  # the answer was read, the end of its body is to come
