@@ -19,6 +19,7 @@ from router.removed import removed_argument
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "up": ("serve", "up", "Serve"),
     "serve": ("serve", "serve", "Serve"),
+    "demo": ("demo", "demo", "Serve"),
     "router": ("serve", "serve", "Serve"),  # what it is called elsewhere
     "model": ("model", "model_app", "Serve"),
     "plan": ("plan", "plan", "Measure"),
