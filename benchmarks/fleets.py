@@ -25,6 +25,7 @@ from router.settings import load_settings
 from tiers.checkpoints.prepare import finished
 from tiers.lifecycle.command import engine_argv, engine_environment
 from tiers.plan import machine_name
+from tiers.simulated.engine import MODEL
 from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class Engines:
     def settings(self) -> dict[str, dict[str, Any]]:
         """Return a router's settings for them."""
         tiers = {f"tiers.{tier}": {**self.tiers[tier], "urls": urls} for tier, urls in self.urls.items()}
-        return {**tiers, "engine": {"api_key": self.api_key}} if self.api_key else tiers
+        return {**tiers, "engine": {"api_key": self.api_key} if self.api_key else {"warmup_expected": MODEL}}
 
     def work(self) -> dict[str, dict[str, float]]:
         """Return what each engine has done since its start: ``busy_s`` is time of a simulated GPU, or CPU time."""
@@ -138,7 +139,7 @@ def simulated_engines(tiers: Sequence[TierName], simulation: Simulation) -> Iter
         engines = Engines()
         for tier in tiers:
             port = free_port()
-            argv = [sys.executable, "benchmarks/simulated_engine.py", str(port), tier]
+            argv = [sys.executable, "-m", "tiers.simulated.engine", str(port), tier]
             argv += ["--slower", str(simulation.slower), "--max-num-seqs", str(seqs)]
             argv += ["--stream-interval", str(simulation.stream_interval)]
             urls = engines.urls.setdefault(tier, [])

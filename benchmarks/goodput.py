@@ -3,7 +3,7 @@
     python benchmarks/goodput.py [--loads 0.3 0.8] [--seconds 15] [--budgets 0 0.005 0.02] [--plots DIR]
 
 Every row gets the same requests at the same moments, on a router of its own. Engines have an H100's timing with Llama 3.1
-8B (``simulated_engine.py``), in scaled time (``--slower``). An answer's loss is what is published for its tier and kind of
+8B (``tiers/simulated``), in scaled time (``--slower``). An answer's loss is what is published for its tier and kind of
 prompt (``router/policy/losses.py``): the probability that it is worse than the highest precision's. A request's
 engine-seconds are what the policy counts, from the measured speeds, at one batch for all rows of a load; ``used`` is the
 time of the simulated GPUs, at their own speed: less, where fewer engines compute larger batches. Goodput is the rate of
@@ -51,11 +51,11 @@ from open_loop import (
     with_engine_time,
 )
 from plots import Point, Series, chart
-from simulated_engine import HARDWARE, offline
 
 from classifier import EstimatingCounter, extract
 from router.policy.decision import PolicyParameters
 from router.policy.losses import losses
+from tiers.simulated.gpu import HARDWARE, offline
 from tiers.spec import PRECISIONS, STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:

@@ -92,8 +92,7 @@ class Plan:
 
 def read_machine() -> Machine:
     """Read this machine's usable cores, free memory and CUDA devices (with ``nvidia-smi``), and whether it has AMX."""
-    cores, memory = tuple(sorted(os.sched_getaffinity(0))), psutil.virtual_memory().available
-    return Machine(cores, memory, tuple(_gpus()), amx=AMX in cpu_flags())
+    return Machine(_cores(), psutil.virtual_memory().available, tuple(_gpus()), amx=AMX in cpu_flags())
 
 
 def cpu_flags() -> set[str]:
@@ -103,8 +102,13 @@ def cpu_flags() -> set[str]:
 
 def machine_name() -> str:
     """Return the names of the machine's processors, to which measured speeds belong."""
-    cpus = len(os.sched_getaffinity(0))
-    return ", ".join([f"{_cpuinfo('model name') or 'CPU'} ({cpus} cores)", *(gpu.name for gpu in _gpus())])
+    cpus = f"{_cpuinfo('model name') or 'CPU'} ({len(_cores())} cores)"
+    return ", ".join([cpus, *(gpu.name for gpu in _gpus())])
+
+
+def _cores() -> tuple[int, ...]:
+    """Return the cores that this process may use: all, where the system knows no such limit."""
+    return tuple(sorted(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)))
 
 
 def _cpuinfo(name: str) -> str:

@@ -18,6 +18,7 @@ from router.cli.common import fail
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "up": ("serve", "up", "Serve"),
     "serve": ("serve", "serve", "Serve"),
+    "demo": ("demo", "demo", "Serve"),
     "router": ("serve", "serve", "Serve"),  # what it is called elsewhere
     "model": ("model", "model_app", "Serve"),
     "plan": ("plan", "plan", "Measure"),

@@ -111,7 +111,8 @@ async def handing_over(
 def _control_socket(path: Path) -> Iterator[socket.socket]:
     """Listen on a socket that only this user may open."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    control.setblocking(False)
     part = path.with_suffix(f".{os.getpid()}")
     part.unlink(missing_ok=True)
     control.bind(str(part))

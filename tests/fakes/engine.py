@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import threading
-import time
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from starlette.routing import Route
 if not __package__:  # started as a program, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -34,6 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tests.fakes.named_events import ERROR as NAMED_ERROR
 from tests.fakes.named_events import SCRIPTS, Script
 from tests.fakes.named_events import event as named_event
+from tiers.simulated.surface import Surface
 
 ANSWER = ("The", " capital", " of", " France", " is", " Paris", ".")
 TEMPLATE_TOKENS = 6
@@ -214,12 +214,12 @@ class Detokenizer:
         return self._text[start : self._sent]
 
 
-class FakeEngine:
+class FakeEngine(Surface):
     """The fake's application; ``behaviour`` is shared with the test."""
 
     def __init__(self, behaviour: Behaviour | None = None, model: str = "fake") -> None:
+        super().__init__(model)
         self.behaviour = behaviour or Behaviour()
-        self._model = model
         self.app: ASGIApp = _Faulty(self.behaviour, self._routes())
 
     def _routes(self) -> Starlette:
@@ -263,7 +263,7 @@ class FakeEngine:
     async def _models(self, _request: Request) -> Response:
         b = self.behaviour
         root = self._model if b.root is None else b.root
-        card = {"id": self._model, "object": "model", "root": root, "parent": None, "max_model_len": b.max_model_len}
+        card = self._card(root, b.max_model_len)
         others = [
             {**card, "id": name, "root": path, "parent": self._model, "max_model_len": None}
             for name, path in b.adapters.items()
@@ -362,15 +362,6 @@ class FakeEngine:
         more = {"x-more": b.header} if b.header else {}
         events = self._named_events(body, named) if named else self._events(body, chat=chat)
         return StreamingResponse(self._stream(events), 200, more, "text/event-stream; charset=utf-8")
-
-    async def _unless_disconnected(self, request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-        """Abort, as vLLM does, when the client goes away before the whole answer is there."""
-        working = asyncio.create_task(work)
-        while not working.done():
-            if await request.is_disconnected():
-                working.cancel()
-            await asyncio.wait({working}, timeout=0.02)
-        return Response(status_code=499) if working.cancelled() else working.result()
 
     async def _compute(self, number: int) -> None:
         """Take the time of one piece, or fail there."""
@@ -566,28 +557,6 @@ class FakeEngine:
         places = [{"token": f"token_id:{n}", "logprob": LOGPROB, "bytes": None} for n in numbers]
         return {"content": [{**place, "top_logprobs": [place]} for place in places]}
 
-    def _chunk(
-        self,
-        delta: dict[str, str],
-        reason: str | None,
-        *,
-        chat: bool,
-        logprobs: dict[str, Any] | None = None,
-        ids: list[int] | None = None,
-        prompt: list[int] | None = None,
-        stop_reason: str | None = None,
-        **more: Any,
-    ) -> bytes:
-        """Return a chunk with its members in vLLM's order, and with those that vLLM writes even where they are null."""
-        stopped = {"stop_reason": stop_reason}
-        if chat:
-            first = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-            choice = first if "role" in delta else {**first, **(stopped if reason else {}), "token_ids": ids}
-        else:
-            first = {"index": 0, "text": delta["content"], "logprobs": None, "finish_reason": reason, **stopped}
-            choice = {**first, "prompt_token_ids": prompt, "token_ids": ids}
-        return self._event({"choices": [choice], **more}, chat=chat)
-
     def _done(self, body: dict[str, Any]) -> int:
         prompt = body.get("prompt")
         return (
@@ -595,14 +564,6 @@ class FakeEngine:
             if isinstance(prompt, list) and body.get("stream")
             else 0
         )
-
-    def _fields(self, fields: dict[str, Any], kind: str) -> dict[str, Any]:
-        return {"id": "x", "object": kind, "created": int(time.time()), "model": self._model, **fields}
-
-    def _event(self, fields: dict[str, Any], *, chat: bool) -> bytes:
-        whole = self._fields(fields, "chat.completion.chunk" if chat else "text_completion")
-        text = json.dumps(whole, separators=(",", ":"), ensure_ascii=False)
-        return b"data: " + text.encode("utf-8", "surrogatepass") + b"\n\n"
 
 
 def _measures_speed(body: dict[str, Any]) -> bool:

@@ -1,6 +1,4 @@
-"""An engine with an H100's timing, simulated: vLLM's continuous batching, step times from a roofline.
-
-    python benchmarks/simulated_engine.py PORT PRECISION [--slower 1] [--max-num-seqs 256] [--stream-interval 16]
+"""A GPU's timing with vLLM on it: continuous batching, step times from a roofline.
 
 A simulation, not a measurement. ``Scheduler`` batches as vLLM 0.32 does (``v1/core/sched/scheduler.py``): each step computes
 one token of every running sequence and prompt chunks of the rest, up to ``CHUNK`` tokens in all; running sequences come
@@ -24,36 +22,13 @@ weights; 1 ms a step for scheduling, sampling and the kernels' gaps; 2.5 GiB for
 come to, ``offline`` below tells: FP8, fed with 800-token prompts and 128-token answers, does 7,100 tokens a second; Red
 Hat's MLPerf 5.1 result for vLLM with FP8 Llama 3.1 8B on one H100, summaries of news of up to 128 tokens, is 5,777. So
 times are on the fast side.
-
-``--slower`` makes everything so many times slower than the GPU; 1 is real time. ``--stream-interval`` is vLLM's: the first
-token is sent at once, later ones in events of so many. ``GET /simulation`` tells what the GPU did.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import sys
-import time
 from collections import deque
 from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import uvicorn
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tests.fakes.engine import PIECE, FakeEngine
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from starlette.applications import Starlette
-    from starlette.requests import Request
 
 HEAD = 128_256 * 4096
 INNER = 8.03e9 - 2 * HEAD
@@ -64,7 +39,6 @@ BANDWIDTH = 3.35e12 * 0.8
 BF16_FLOPS = 989e12 * 0.6
 OVERHEAD_S = 1e-3
 CHUNK = 8192
-BEHIND_S = 0.05  # by which the simulated clock may lag before the time is given up, and told as lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,148 +199,3 @@ def offline(
         took += step.duration_s
         scheduler.finish(step)
     return requests * tokens / took
-
-
-@dataclass(slots=True)
-class Work:
-    """What the GPU did since the start. Times in seconds of the GPU's own clock.
-
-    Attributes:
-        lost_s: Wall-clock time in which this process fell behind the simulated clock.
-    """
-
-    busy_s: float = 0.0
-    steps: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    preempted: int = 0
-    lost_s: float = 0.0
-
-
-class SimulatedEngine(FakeEngine):
-    """The fake engine of the tests, with the timing of a GPU."""
-
-    def __init__(
-        self, hardware: Hardware, slower: float = 1.0, max_num_seqs: int = 256, stream_interval: int = 16
-    ) -> None:
-        super().__init__(model="simulated")
-        self._slower, self._interval = slower, stream_interval
-        self._scheduler = Scheduler(hardware, max_num_seqs)
-        self._loop: asyncio.Task[None] | None = None
-        self._delta = lru_cache(4096)(self._make_delta)
-        self.work = Work()
-
-    def _routes(self) -> Starlette:
-        app = super()._routes()
-        app.router.routes.append(Route("/simulation", self._simulation))
-        return app
-
-    async def _simulation(self, _request: Request) -> Response:
-        work = self.work
-        told = {name: getattr(work, name) for name in Work.__dataclass_fields__}
-        return JSONResponse(told | {"running": len(self._scheduler.running), "waiting": len(self._scheduler.waiting)})
-
-    async def _metrics(self, request: Request) -> Response:
-        scheduler = self._scheduler
-        self.behaviour.running = len(scheduler.running)
-        self.behaviour.kv_cache_usage = 1 - scheduler.free / scheduler.blocks
-        page = bytes((await super()._metrics(request)).body).decode()
-        waiting = f'num_requests_waiting{{engine="0",model_name="{self._model}"}} '
-        size = f'vllm:cache_config_info{{kv_cache_size_tokens="{scheduler.blocks * BLOCK}"}} 1.0\n'
-        return PlainTextResponse(page.replace(f"{waiting}0.0", f"{waiting}{float(len(scheduler.waiting))}") + size)
-
-    async def _generate(self, request: Request) -> Response:
-        body = await request.json()
-        chat = request.url.path.endswith("/chat/completions")
-        prompt = " ".join(str(m["content"]) for m in body["messages"]) if chat else body["prompt"]
-        length = len(prompt) if isinstance(prompt, list) else len(prompt) // 4 + 6
-        tokens = int(body.get("max_tokens") or 16)
-        if not body.get("ignore_eos"):
-            tokens = min(tokens, len(self.behaviour.answer))
-        job = Job(max(length, 1), tokens)
-        self._scheduler.waiting.append(job)
-        if self._loop is None or self._loop.done():
-            self._loop = asyncio.create_task(self._run_steps())
-        if body.get("stream"):
-            events = self._tokens(job, chat=chat, ids=bool(body.get("return_token_ids")))
-            return StreamingResponse(events, media_type="text/event-stream; charset=utf-8")
-        return await self._unless_disconnected(request, self._answer(job, body, chat=chat))
-
-    async def _answer(self, job: Job, body: dict[str, Any], *, chat: bool) -> Response:
-        try:
-            while job.produced < job.tokens:
-                await job.ready.wait()
-                job.ready.clear()
-        finally:
-            job.gone = True
-        text = self._text(0, job.tokens)
-        part = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-        choice = {"index": 0, **part, "finish_reason": "length", **self._scores(body, job.tokens)}
-        kind = "chat.completion" if chat else "text_completion"
-        return JSONResponse(self._fields({"choices": [choice], "usage": self._counts(job)}, kind))
-
-    async def _tokens(self, job: Job, *, chat: bool, ids: bool) -> AsyncIterator[bytes]:
-        sent = 0
-        try:
-            while sent < job.tokens:
-                await job.ready.wait()
-                job.ready.clear()
-                if (made := job.produced) > sent:
-                    opening = self._chunk({"role": "assistant", "content": ""}, None, chat=True)
-                    first = opening if chat and not sent else b""
-                    yield first + self._delta(sent % len(self.behaviour.answer), made - sent, chat, ids)
-                    sent = made
-            ending = self._chunk({"content": ""}, "length", chat=chat)
-            yield ending + self._event({"choices": [], "usage": self._counts(job)}, chat=chat) + b"data: [DONE]\n\n"
-        finally:
-            job.gone = True
-
-    def _text(self, start: int, tokens: int) -> str:
-        words = self.behaviour.answer
-        return "".join(str(words[number % len(words)]) for number in range(start, start + tokens))
-
-    def _make_delta(self, start: int, tokens: int, chat: bool, ids: bool) -> bytes:  # noqa: FBT001  the cache's key
-        told = [PIECE + number % len(self.behaviour.answer) for number in range(start, start + tokens)]
-        return self._chunk({"content": self._text(start, tokens)}, None, chat=chat, ids=told if ids else None)
-
-    def _counts(self, job: Job) -> dict[str, int]:
-        total = job.prompt_tokens + job.produced
-        return {"prompt_tokens": job.prompt_tokens, "completion_tokens": job.produced, "total_tokens": total}
-
-    async def _run_steps(self) -> None:
-        scheduler, work, now = self._scheduler, self.work, time.monotonic()
-        while step := scheduler.next_step():
-            late = time.monotonic() - now - BEHIND_S
-            if late > 0:
-                now += late
-                work.lost_s += late
-            now += step.duration_s * self._slower
-            await asyncio.sleep(max(now - time.monotonic(), 0))
-            before = [job.produced for job, _ in step.parts]
-            scheduler.finish(step)
-            for (job, _), produced in zip(step.parts, before, strict=True):
-                if job.produced > produced:
-                    work.output_tokens += 1
-                    if job.produced == 1 or job.produced % self._interval == 0 or job.produced >= job.tokens:
-                        job.ready.set()
-            work.busy_s += step.duration_s
-            work.steps += 1
-            work.prompt_tokens += sum(tokens for _, tokens in step.parts)
-            work.preempted = scheduler.preemptions
-
-
-def main() -> None:
-    """Serve."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("port", type=int)
-    parser.add_argument("precision", choices=HARDWARE)
-    parser.add_argument("--slower", type=float, default=1.0)
-    parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--stream-interval", type=int, default=16)
-    options = parser.parse_args()
-    engine = SimulatedEngine(HARDWARE[options.precision], options.slower, options.max_num_seqs, options.stream_interval)
-    uvicorn.run(engine.app, port=options.port, log_config=None, loop="uvloop", timeout_graceful_shutdown=1)
-
-
-if __name__ == "__main__":
-    main()
