@@ -3,25 +3,7 @@
 A simulation, not a measurement. ``Scheduler`` batches as vLLM 0.32 does (``v1/core/sched/scheduler.py``): each step computes
 one token of every running sequence and prompt chunks of the rest, up to ``CHUNK`` tokens in all; running sequences come
 first, then waiting ones in order. KV cache is given out in blocks; where none is free, the youngest sequence is preempted
-and computed again later. There is no prefix cache. A step takes the longer of the time to read (weights once, KV cache of
-every sequence) and the time to compute, and an overhead. Attention's own FLOPs are left out (3 % at 1,000 tokens).
-
-Published figures:
-
-- Llama 3.1 8B (its config.json): 8.03e9 parameters, 128,256 x 4,096 of them in the embedding, which no step reads as a
-  whole, and as many in the output layer, which stays in BF16 and computes sampled tokens only; 32 layers with 8 KV heads of
-  128: 131,072 bytes of KV cache a token. So weights take 16.1 GB in BF16, 9.1 GB in FP8 and, at 0.52 bytes a parameter, 5.7
-  GB in AWQ int4, as the published checkpoints do.
-- H100 SXM (NVIDIA's data sheet): 80 GB, 3.35e12 B/s, 989e12 FLOP/s dense in BF16, 1979e12 in FP8.
-- vLLM on 80 GB: 0.92 of the memory, 8,192 tokens a step (its defaults).
-- AWQ's kernels unpack to BF16 and multiply in BF16, so prompts are no faster than with BF16 weights. MARLIN (arXiv
-  2408.11743) is near the ideal speed-up up to batches of 16 to 32.
-
-Assumptions: 80 % of the bandwidth is reached, and of the compute 60 % in BF16, 45 % in FP8, 45 % of BF16's with 4-bit
-weights; 1 ms a step for scheduling, sampling and the kernels' gaps; 2.5 GiB for activations and CUDA graphs. What they
-come to, ``offline`` below tells: FP8, fed with 800-token prompts and 128-token answers, does 7,100 tokens a second; Red
-Hat's MLPerf 5.1 result for vLLM with FP8 Llama 3.1 8B on one H100, summaries of news of up to 128 tokens, is 5,777. So
-times are on the fast side.
+and computed again later. There is no prefix cache. Times are those of the plan's roofline (``tiers.sizing.roofline``).
 """
 
 from __future__ import annotations
@@ -30,53 +12,43 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 
-HEAD = 128_256 * 4096
-INNER = 8.03e9 - 2 * HEAD
-KV_BYTES = 131_072
+from tiers.plan import GIB, GPU_OVERHEAD_GIB, GPU_RESERVE
+from tiers.sizing.architecture import Architecture, architecture
+from tiers.sizing.hardware import GpuKind, parse_gpus
+from tiers.sizing.roofline import BYTES_PER_WEIGHT, CHUNK, Roofline
+from tiers.spec import PRECISIONS, TierName
+
 BLOCK = 16
-MEMORY = 80e9 * 0.92 - 2.5 * 2**30
-BANDWIDTH = 3.35e12 * 0.8
-BF16_FLOPS = 989e12 * 0.6
-OVERHEAD_S = 1e-3
-CHUNK = 8192
+LLAMA_8B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One GPU with weights of one precision.
+    """What one engine runs on: its speed, and the tokens that its KV cache holds, in whole blocks."""
 
-    Attributes:
-        inner_bytes: Of the weights but embedding and output layer.
-        flops: FLOP/s reached with them.
-    """
-
-    inner_bytes: float
-    flops: float
-
-    @property
-    def kv_tokens(self) -> int:
-        """Return the tokens that the KV cache holds, in whole blocks."""
-        free = MEMORY - self.inner_bytes - 2 * 2 * HEAD
-        return int(free // (KV_BYTES * BLOCK)) * BLOCK
-
-    def step_s(self, tokens: int, sampled: int, context_tokens: int) -> float:
-        """Return the time of a step on the GPU, in seconds.
-
-        Args:
-            tokens: Computed: one for each decoded sequence, and prompt tokens.
-            sampled: Sequences that get a token.
-            context_tokens: In the KV cache of the step's sequences.
-        """
-        read = (self.inner_bytes + 2 * HEAD + KV_BYTES * context_tokens) / BANDWIDTH
-        compute = 2 * INNER * tokens / self.flops + 2 * HEAD * sampled / BF16_FLOPS
-        return max(read, compute) + OVERHEAD_S
+    speed: Roofline
+    kv_tokens: int
 
 
-HARDWARE = {
-    "fast": Hardware(0.52 * INNER, 0.45 * 989e12),
-    "balanced": Hardware(INNER, 0.45 * 1979e12),
-    "precise": Hardware(2 * INNER, BF16_FLOPS),
-}
+def hardware(tier: TierName, model: Architecture, gpu: GpuKind, gpus: int = 1) -> Hardware:
+    """Return what an engine of a tier runs on."""
+    weights = model.weight_bytes(BYTES_PER_WEIGHT[PRECISIONS[tier]])
+    free = gpus * (gpu.memory * (1 - GPU_RESERVE) - GPU_OVERHEAD_GIB * GIB) - weights
+    kv_tokens = int(free // (model.kv_bytes_per_token() * BLOCK)) * BLOCK
+    return Hardware(Roofline(model, gpu, PRECISIONS[tier], gpus), kv_tokens)
+
+
+HARDWARE = {tier: hardware(tier, architecture(LLAMA_8B), parse_gpus("H100")[0]) for tier in PRECISIONS}
 
 
 @dataclass(slots=True, eq=False)
@@ -147,7 +119,7 @@ class Scheduler:
             return None
         sampled = sum(job.computed + tokens == job.prompt_tokens + job.produced for job, tokens in parts)
         context = sum(job.computed for job, _ in parts)
-        return Step(tuple(parts), self._hardware.step_s(CHUNK - budget, sampled, context))
+        return Step(tuple(parts), self._hardware.speed.mixed_ms(CHUNK - budget, sampled, context) / 1000)
 
     def finish(self, step: Step) -> None:
         """Note what a step has computed; sequences that are complete leave."""

@@ -59,10 +59,23 @@ class Roofline:
     def step_ms(self, sequences: int) -> float:
         """Return the time of one decode step of a batch, in milliseconds."""
         kept = self.model.sequence_bytes(self.context, self.kv_bytes, self.gpus) * sequences
-        head = 2 * self.model.head * sequences / (self._bf16_flops * self.gpus)
-        compute = 2 * self.model.active * sequences / (self._flops * self.gpus) + head
-        linear = max(self._weights(sequences) / self._bandwidth, compute)
-        return 1000 * (linear + kept / (self._bandwidth / self.gpus)) + OVERHEAD_MS + self._reduced_ms
+        return self._step_ms(sequences, sequences, kept)
+
+    def mixed_ms(self, tokens: int, sampled: int, kept: int) -> float:
+        """Return the time of a step that computes prompts too, in milliseconds.
+
+        Args:
+            tokens: Computed: one for each decoded sequence, and prompt tokens.
+            sampled: Sequences that get a token.
+            kept: Tokens in the KV cache of the step's sequences.
+        """
+        return self._step_ms(tokens, sampled, self.model.kv_bytes_per_token(self.kv_bytes) / self.gpus * kept)
+
+    def _step_ms(self, tokens: int, sampled: int, kept_bytes: float) -> float:
+        head = 2 * self.model.head * sampled / (self._bf16_flops * self.gpus)
+        compute = 2 * self.model.active * tokens / (self._flops * self.gpus) + head
+        linear = max(self._weights(tokens) / self._bandwidth, compute)
+        return 1000 * (linear + kept_bytes / (self._bandwidth / self.gpus)) + OVERHEAD_MS + self._reduced_ms
 
     @property
     def _bandwidth(self) -> float:
