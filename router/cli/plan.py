@@ -134,9 +134,9 @@ def plan(options: Options) -> None:
         raise PlanError("--kv-fp8 needs --gpus: engines on a CPU keep their KV cache in BF16")
     made = _planned(settings, options, target, demand, prices)
     if options.write is not None:
-        if made.best is None:
+        if made.best is None or made.load is None:
             raise PlanError(f"{options.write} is not written: {made.verdict or 'no --load is given'}")
-        options.write.write_text(settings_for(made.best, made.verdict), "utf-8")
+        options.write.write_text(settings_for(made.best, made.load, made.verdict), "utf-8")
     if options.as_json:
         typer.echo(json.dumps(_json(target, demand, made), indent=2))
     else:
@@ -296,13 +296,14 @@ def _rate(text: str) -> float:
 
 
 def _fleet_json(fleet: Fleet | None, demand: Demand, made: _Plan) -> dict[str, Any] | None:
-    if fleet is None:
+    if fleet is None or made.load is None:
         return None
     engines = [{"gpu": e.gpu or None, "replicas": count, **asdict(e.plan)} for e, count in fleet.counts]
     return {
         "cost_per_hour": fleet.price,  # or GPUs, or machines, where there is no currency
         "cost_per_million_tokens": _million(fleet, demand, made),
         "answers_lost": fleet.lost,
+        "loss_budget": fleet.loss_budget(made.load),  # of the policy
         "shares": fleet.shares,
         "gpus": fleet.gpus,
         "engines": engines,

@@ -219,8 +219,9 @@ def _tier(engine: Engine, model: Architecture, demand: Demand) -> EnginePlan:
         slow = demand.tpot_ms is not None and between(batch) > demand.tpot_ms
         return not slow and (demand.ttft_ms is None or prefill + pace.step_ms(batch) <= demand.ttft_ms)
 
-    # More sequences fit if they are as long as the mean, not as the longest.
-    usual = model.sequence_bytes(demand.prompt_tokens + tokens // 2, engine.kv_bytes, gpus)
+    # More sequences fit if they are as long as the mean, not as the longest. Long answers stay longer: of those that are
+    # computed, the mean is about as long as the mean answer at its end.
+    usual = model.sequence_bytes(demand.prompt_tokens + tokens, engine.kv_bytes, gpus)
     largest = max(min(engine.kv_cache // max(usual, 1), demand.max_num_seqs), 1)
     batch = next((b for b in range(largest, 0, -1) if keeps(b)), 0)
     if not batch:

@@ -96,6 +96,11 @@ class Fleet:
             found[engine.gpu] = found.get(engine.gpu, 0) + count * engine.plan.gpus_per_replica
         return found
 
+    def loss_budget(self, load: Load) -> float:
+        """Return the largest share of answers that a tier loses of a kind of prompt it serves."""
+        used = [load.loss[tier][kind] for (kind, tier), share in self.sent.items() if share > LEAST_SHARE]
+        return math.ceil(max(used) * 1e4) / 1e4
+
     def replicas(self, tier: TierName) -> int:
         """Return the engines of a tier."""
         return sum(count for engine, count in self.counts if engine.tier is tier)

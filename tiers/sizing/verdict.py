@@ -64,9 +64,9 @@ def missing_for(engines: Sequence[EngineType], load: Load, available: Mapping[st
     )
 
 
-def settings_for(fleet: Fleet, verdict: str) -> str:
-    """Return the tiers as settings that ``qarr up`` takes."""
-    lines = [f"# {verdict}"]
+def settings_for(fleet: Fleet, load: Load, verdict: str) -> str:
+    """Return the tiers as settings that ``qarr up`` takes, and the loss budget by which the router uses them so."""
+    lines = [f"# {verdict}", "[policy]", f"loss_budget = {fleet.loss_budget(load):g}"]
     for tier in PRECISIONS:
         mine = [engine for engine, _ in fleet.counts if engine.tier is tier]
         lines += [f"[tiers.{tier}]", f"replicas = {fleet.replicas(tier)}"]
