@@ -26,9 +26,9 @@ from tiers.plan import GIB, held_bytes, machine_name, read_machine
 from tiers.sizing.architecture import Architecture, architecture
 from tiers.sizing.capacity import MOST_BUSY, Demand, engines_on_cpu, engines_on_gpus
 from tiers.sizing.find_config import find_config
-from tiers.sizing.fleet import EngineType, Fleet, Load, alone, as_set, cheapest
+from tiers.sizing.fleet import EngineType, Fleet, Load, alone, as_set, cheapest, fullest
 from tiers.sizing.hardware import PRICES, GpuKind, Prices, known_gpus, parse_all_gpus, read_prices
-from tiers.sizing.verdict import missing_for, settings_for, verdict_on
+from tiers.sizing.verdict import counted, missing_for, settings_for, tiers_of, verdict_on
 from tiers.spec import PRECISIONS, TierName
 from tiers.speed import SpeedModel
 
@@ -52,6 +52,7 @@ MIXES: dict[str, tuple[dict[PromptClass, float], tuple[float, float, float]]] = 
         {PromptClass.LONG_CONTEXT: 0.50, PromptClass.EXTRACTION: 0.30, PromptClass.CHAT: 0.20}, (0.20, 0.60, 0.20)
     ),
 }  # fmt: skip
+PEAK = "0.4,0.6,0.5,2.5"  # the day that is planned for where none is given
 MIX_HELP = "What is asked: chat, coding, rag (assumed shares), or the decision log of your own traffic."
 DAY_HELP = "The day's course: load of equal parts of the day over the mean, as 0.3,0.5,1.2,2."
 LOSS_HELP = "Answers of 100 that may be lost; by default as many as balanced alone loses."
@@ -143,6 +144,30 @@ def plan(options: Options) -> None:
         _show(target, demand, made)
     if made.load is not None and made.best is None:
         raise typer.Exit(1)
+
+
+def tiers_for_gpus(settings: Settings) -> tuple[dict[str, dict[str, int]], str] | None:
+    """Return the tiers for this machine's GPUs, and why, where the settings name none; None: there are no GPUs.
+
+    Raises:
+        PlanError: The model or the GPUs are not known, or hold no engine of it.
+    """
+    named = (
+        settings.tiers != Settings().tiers or settings.model.name == DEFAULT_MODEL
+    )  # whose three tiers are the example
+    if named or not read_machine().gpus:
+        return None
+    options = Options(load="1/s", day=PEAK)
+    target = _target(settings, options)
+    options = replace(options, context=min(settings.tiers.balanced.max_model_len, target.model.context))
+    made = _planned(settings, options, target, _demand(settings, options, target), read_prices(options.prices))
+    available = {gpu.name: count for gpu, count in target.gpus.items()}
+    assert made.load is not None
+    best = fullest(made.engines, made.load, available)
+    best = best or fullest(made.engines, replace(made.load, budget=1.0), available)  # nothing else fits
+    if best is None:
+        raise PlanError(made.verdict)
+    return tiers_of(best), counted(best)
 
 
 def _planned(settings: Settings, options: Options, target: _Target, demand: Demand, prices: Prices) -> _Plan:

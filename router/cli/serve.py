@@ -25,6 +25,7 @@ from router.cli.common import (
     plain,
     tier_settings,
 )
+from router.cli.plan import tiers_for_gpus
 from router.deployment.layout import Deployment, engine_args, make_deployment, prepare_options
 from router.deployment.listening import listen, open_keys
 from router.deployment.on_ray import make_ray_deployment
@@ -35,6 +36,7 @@ from router.server.handover import HandoverClient, control_path
 from router.settings import Settings, load_settings
 from router.telemetry.logs import Logging
 from tiers.checkpoints.prepare import finished
+from tiers.errors import PlanError
 from tiers.fleet import Fleet
 from tiers.lifecycle.engine_args import check_engine_args
 from tiers.plan import GIB, Plan
@@ -74,6 +76,9 @@ def up(
     load = partial(load_settings, config, asked)
     settings = load()
     check_files(settings)
+    if on is Where.HERE and (asked_for := _tiers_for_gpus(settings)):
+        asked["tiers"] = asked_for
+        settings = load()
     logging = Logging(settings.telemetry)
     keys, sock = open_keys(settings), listen(settings)
     needed = any(t.replicas_here and t.checkpoint is None for t in tier_settings(settings))
@@ -87,6 +92,18 @@ def up(
     if not deployment.missing and deployment.ray is None:
         _show_plan(deployment.model, deployment.plan, deployment.specs)
     run_router(deployment, sock, keys, started, logging, Asked(settings, load))
+
+
+def _tiers_for_gpus(settings: Settings) -> dict[str, Any]:
+    try:
+        planned = tiers_for_gpus(settings)
+    except PlanError as error:
+        err.print(plain(f"no plan for these GPUs, so three tiers share them: {error}"))
+        return {}
+    if planned is None:
+        return {}
+    err.print(f"planned for these GPUs: {planned[1]}; 'qarr plan' shows why, and tiers.* in the settings override it")
+    return dict(planned[0])
 
 
 def serve(

@@ -25,6 +25,9 @@ from tiers.spec import PRECISIONS, TierName
 
 _Row = tuple[dict[int, float], float, float]  # a sum of columns, and its bounds
 LEAST_SHARE = 1e-6  # of the requests: an engine that shares a machine and gets fewer is not needed
+KEPT = 0.8  # of the most that given GPUs carry: what they are planned for where no load is named
+SPARE = 1e-4  # share of the answers: what a GPU is worth that no load needs
+BISECTIONS = 12
 LOSS_WEIGHT = 0.01  # of the least price, for losing all answers: it decides between fleets of one price
 
 
@@ -191,7 +194,7 @@ def cheapest(
     program = _Program(engines, load, sorted({engine.tier for engine in engines}, key=tuple(PRECISIONS).index))
     flows, lost, whole = program.flows, program.lost(), load.mean * len(load.course)
     prices = [engine.price for engine in engines]
-    tie = LOSS_WEIGHT * min(filter(None, prices), default=1.0) / whole
+    tie = LOSS_WEIGHT * min((price for price in prices if price > 0), default=1 / LOSS_WEIGHT) / whole
     goal = dict(enumerate(prices)) | dict.fromkeys(program.sizes.values(), 0.0)
     goal |= {column: tie * loss for column, loss in lost.items()}
     whole_numbers = len(engines) + len(program.sizes)
@@ -242,3 +245,25 @@ def as_set(
     """Return what so many engines of each tier do at least loss; None: they do not carry the load."""
     wanted = replicas if engines[0].gpu else {engines[0].tier: 1}  # one machine
     return cheapest(engines, replace(load, budget=1.0), dict.fromkeys(gpus), wanted)
+
+
+def fullest(engines: Sequence[EngineType], load: Load, available: Mapping[str, int | None]) -> Fleet | None:
+    """Return the fleet of GPUs that are there anyway which carries ``KEPT`` of the most that they can, and loses least.
+
+    Args:
+        engines: That may be started.
+        load: Its kinds, course and budget; how much of it there is, is found out.
+        available: GPUs of each kind; an idle one is worth an engine of the highest precision.
+    """
+    spare = {tier: -SPARE * (1 + n) for n, tier in enumerate(PRECISIONS)}
+    owned = [replace(each, price=each.plan.gpus_per_replica * spare[each.tier]) for each in engines]
+
+    def at(rate: float) -> Fleet | None:
+        scaled = {kind: rate * share / load.mean for kind, share in load.by_kind.items()}
+        return cheapest(owned, replace(load, by_kind=scaled), available)
+
+    low, high = 0.0, sum(max(e.rate for e in engines if e.gpu == gpu) * (n or 1) for gpu, n in available.items())
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if at(middle) is None else (middle, high)
+    return at(KEPT * low) if low else None

@@ -11,7 +11,7 @@ from tiers.spec import PRECISIONS, TierName
 NAMES = {"awq-int4": "4 bits", "fp8": "FP8", "bf16": "BF16"}
 
 
-def _count(fleet: Fleet) -> str:
+def counted(fleet: Fleet) -> str:
     """Return what a fleet consists of: ``2 x FP8 and 1 x BF16``."""
     found: Counter[str] = Counter()
     for engine, count in fleet.counts:
@@ -39,7 +39,7 @@ def verdict_on(best: Fleet, singles: Mapping[TierName, Fleet | None], load: Load
             f"{name} alone is best here: it costs {_costs(best, currency)} and loses {_answers(best.lost)}, within the "
             f"{_answers(load.budget)} allowed; further precisions would not pay."
         )
-    said = [f"{_count(best)} cost {_costs(best, currency)} and lose {_answers(best.lost)}"]
+    said = [f"{counted(best)} cost {_costs(best, currency)} and lose {_answers(best.lost)}"]
     for tier, fleet in singles.items():
         name = NAMES[str(PRECISIONS[tier])]
         if fleet is None:
@@ -64,16 +64,24 @@ def missing_for(engines: Sequence[EngineType], load: Load, available: Mapping[st
     )
 
 
+def tiers_of(fleet: Fleet) -> dict[str, dict[str, int]]:
+    """Return the settings of each tier."""
+    found: dict[str, dict[str, int]] = {}
+    for tier in PRECISIONS:
+        mine = [engine for engine, _ in fleet.counts if engine.tier is tier]
+        found[tier] = {"replicas": fleet.replicas(tier)}
+        if mine:
+            batch = min(engine.plan.batch for engine in mine)
+            found[tier] |= {"tensor_parallel": max(mine[0].plan.gpus_per_replica, 1), "max_num_seqs": batch}
+            found[tier]["max_in_flight"] = 2 * batch
+    return found
+
+
 def settings_for(fleet: Fleet, load: Load, verdict: str) -> str:
     """Return the tiers as settings that ``qarr up`` takes, and the loss budget by which the router uses them so."""
     lines = [f"# {verdict}", "[policy]", f"loss_budget = {fleet.loss_budget(load):g}"]
-    for tier in PRECISIONS:
-        mine = [engine for engine, _ in fleet.counts if engine.tier is tier]
-        lines += [f"[tiers.{tier}]", f"replicas = {fleet.replicas(tier)}"]
-        if mine and mine[0].plan.gpus_per_replica > 1:
-            lines.append(
-                f"tensor_parallel = {mine[0].plan.gpus_per_replica}  # on {', '.join(engine.gpu for engine in mine)}"
-            )
-        if mine:
-            lines.append(f"max_num_seqs = {min(engine.plan.batch for engine in mine)}")
+    for tier, settings in tiers_of(fleet).items():
+        on = ", ".join(engine.gpu for engine, _ in fleet.counts if engine.tier == tier and engine.gpu)
+        lines += [f"[tiers.{tier}]" + (f"  # on {on}" if on else "")]
+        lines += [f"{name} = {value}" for name, value in settings.items()]
     return "\n".join(lines) + "\n"

@@ -9,7 +9,7 @@ import shutil
 import socket
 import stat
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -94,6 +94,19 @@ def problem(found: str, then: str, check: str = "") -> Finding:
 def local_tiers(context: CheckContext) -> list[TierName]:
     tiers = context.settings.tiers
     return [name for name in tiers.names if tiers.of(name).replicas_here]
+
+
+def served_tiers(context: CheckContext) -> Iterator[Finding]:
+    tiers, anywhere = context.settings.tiers, context.settings.discovery.file is not None
+    named = {name: tiers.of(name) for name in tiers.names}
+    served = [name for name, tier in named.items() if anywhere or tier.replicas_here or tier.urls or tier.dns]
+    then = "set tiers.<name>.replicas or urls"
+    yield judge_choice(served) if served else problem("no tier has engines", then)
+
+
+def judge_choice(tiers: Sequence[str]) -> Finding:
+    alone = ": nothing to choose; queue, quotas, failover and measurement work as with several"
+    return ok(", ".join(tiers) + alone * (len(tiers) == 1), "tiers")
 
 
 def gpu(context: CheckContext) -> Iterator[Finding]:
@@ -328,6 +341,8 @@ def running_router(context: CheckContext) -> Iterator[Finding]:
     if fleet is None or fleet.status_code == httpx.codes.UNAUTHORIZED:
         yield warning("not checked", KEY_NEEDED, "tiers")
         return
+    if there := [tier["tier"] for tier in fleet.json()["tiers"] if tier["replicas"]]:
+        yield judge_choice(there)
     yield from judge_fleet(fleet.json())
     profiling = fleet.json()["profiling"]
     yield judge_profiling(profiling)
@@ -402,6 +417,7 @@ def _get(context: CheckContext, path: str) -> httpx.Response | None:
 
 # Group, name, check.
 CHECKS: tuple[tuple[str, str, Callable[[CheckContext], Iterable[Finding]]], ...] = (
+    ("settings", "tiers", served_tiers),
     ("machine", "GPU", gpu),
     ("machine", "disk", disk),
     ("files", "keys", keys),

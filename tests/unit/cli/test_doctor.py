@@ -24,6 +24,7 @@ from router.cli.doctor.checks import (
     judge_fleet,
     judge_gpu,
     judge_profiling,
+    served_tiers,
 )
 from router.cli.doctor.command import examine
 from router.settings import load_settings
@@ -93,6 +94,14 @@ def test_settings_that_are_not_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert health is PROBLEM
     assert text.startswith("server.max_body_bytes: ")
     assert SECRET not in text
+
+
+def test_one_tier_has_nothing_to_choose() -> None:
+    tiers = {name: {"replicas": 0} for name in ("fast", "balanced", "precise")}
+    alone = context({"tiers": tiers | {"precise": {"urls": ["http://127.0.0.1:9"], "replicas": 0}}})
+    assert next(iter(served_tiers(alone))).found.startswith("precise: nothing to choose; queue, quotas, failover")
+    assert next(iter(served_tiers(context()))).found == "fast, balanced, precise"
+    assert next(iter(served_tiers(context({"tiers": tiers})))).health is PROBLEM
 
 
 def test_taken_ports(monkeypatch: pytest.MonkeyPatch) -> None:

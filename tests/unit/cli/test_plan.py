@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from classifier import Complexity, PromptClass, PromptFeatures
-from router.cli.plan import _mix
+from router.cli.plan import _mix, tiers_for_gpus
 from router.policy.decide import decide
 from router.policy.decision import PolicyParameters, Query
 from router.policy.decision_log import DecisionLog
@@ -106,6 +106,34 @@ def test_engines_of_a_tier_have_one_size() -> None:
     planned = read("--model", LLAMA, "--gpus", "8xL4", "--load", "16/s", "--mix", "coding", "--loss", "0.2")["plan"]
     sizes = {(each["tier"], each["gpus_per_replica"]) for each in planned["engines"]}
     assert len(sizes) == len({tier for tier, _ in sizes}) > 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "model", "planned"),
+    [
+        ((1, "NVIDIA H100 80GB HBM3"), "llama-3.1-8b", "1 x BF16"),
+        ((8, "NVIDIA H100 80GB HBM3"), "llama-3.3-70b", "2 x FP8 and 1 x BF16"),
+        ((1, "NVIDIA H100 80GB HBM3"), "llama-3.3-70b", "1 x 4 bits"),
+        ((2, "NVIDIA L4"), "llama-3.1-8b", "2 x FP8"),
+    ],
+)
+def test_what_up_starts_on_gpus(
+    gpus: tuple[int, str], model: str, planned: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what these GPUs carry, 80 % at least loss; where the settings name tiers, or there are no GPUs, nothing."""
+    settings = load_settings(None, {"model": {"name": str(CONFIGS / f"{model}.json")}})
+    assert tiers_for_gpus(settings) is None
+    count, gpu = gpus
+    script = "\n".join(f"echo '{n}, {gpu}, 81559, 81000'" for n in range(count))
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    found = tiers_for_gpus(settings)
+    assert found is not None
+    assert found[1] == planned
+    used = load_settings(None, {"model": {"name": "m"}, "tiers": found[0]}).tiers
+    assert sum(used.of(tier).replicas_here * used.of(tier).tensor_parallel for tier in STANDARD_TIERS) == count
+    assert tiers_for_gpus(load_settings(None, {"tiers": {"fast": {"replicas": 0}}})) is None
 
 
 def test_gpus_without_a_price_are_counted() -> None:
