@@ -32,7 +32,7 @@ from router.deployment.reloading import Asked
 from router.deployment.run import StartObserver, check_files, run
 from router.section import cache_dir
 from router.server.handover import HandoverClient, control_path
-from router.settings import Settings, load_settings
+from router.settings import load_settings
 from router.telemetry.logs import Logging
 from tiers.checkpoints.prepare import finished
 from tiers.fleet import Fleet
@@ -86,7 +86,7 @@ def up(
     check_engine_args(python, given, cache_dir() / "engine-args", lambda: err.print(ASKING))
     if not deployment.missing and deployment.ray is None:
         _show_plan(deployment.model, deployment.plan, deployment.specs)
-    run_router(deployment, sock, keys, started, logging, Asked(settings, load))
+    _run(deployment, sock, keys, started, logging, Asked(settings, load))
 
 
 def serve(
@@ -134,7 +134,7 @@ def serve(
         keys, sock = open_keys(settings), listen(settings)
     if not deployment.counter.exact:
         err.print("no tokenizer folder is given (--tokenizer DIR): prompt tokens are estimated")
-    run_router(deployment, sock, keys, started, logging, Asked(settings, load), predecessor)
+    _run(deployment, sock, keys, started, logging, Asked(settings, load), predecessor)
 
 
 def _show_plan(model: str, plan: Plan, specs: Sequence[TierSpec]) -> None:
@@ -155,7 +155,7 @@ def _show_plan(model: str, plan: Plan, specs: Sequence[TierSpec]) -> None:
         )
 
 
-def run_router(
+def _run(
     deployment: Deployment,
     sock: Any,
     keys: KeyStore,
@@ -164,8 +164,9 @@ def run_router(
     asked: Asked,
     predecessor: HandoverClient | None = None,
 ) -> None:
-    request_lines = logging.also_to_file(deployment.settings.engine.log_dir, sock.getsockname()[1])
-    url = router_url(deployment.settings, sock)
+    host, port = sock.getsockname()[:2]
+    request_lines = logging.also_to_file(deployment.settings.engine.log_dir, port)
+    url = http_url(host, port, "https" if deployment.settings.tls.certificate is not None else "http")
 
     def say(text: str) -> None:
         line = f"{clock(started)} {text}"
@@ -196,11 +197,6 @@ def run_router(
     say("stopped")
     if not logging.stop():
         os._exit(0)  # everything has ended, but Python would wait for a reader of standard error
-
-
-def router_url(settings: Settings, sock: Any) -> str:
-    host, port = sock.getsockname()[:2]
-    return http_url(host, port, "https" if settings.tls.certificate is not None else "http")
 
 
 def _to_follow(fleet: Fleet) -> str:
