@@ -9,26 +9,19 @@ from typing import Annotated
 import typer
 
 from router.cli.client import own_url
-from router.cli.common import err, fail
+from router.cli.common import err
 from router.cli.serve import PortOption, serve
 from router.deployment.listening import listen
 from router.settings import load_settings
-from tiers.simulated.demo import SAID, SETTINGS, simulated_engines
-
-MOST_LOAD = 100
+from tiers.simulated.demo import SAID, SETTINGS, rate_of, simulated_engines
 
 
 def demo(
     load: Annotated[str, typer.Option(help="Made-up requests a second; 0: none.", metavar="RATE")] = "2/s",
     port: PortOption = None,
 ) -> None:
-    """Try the router and its page on simulated engines: no model, GPU or vLLM is needed. Ctrl-C stops everything."""
-    try:
-        rate = float(load.removesuffix("/s"))
-    except ValueError:
-        rate = -1.0
-    if not 0 <= rate <= MOST_LOAD:
-        fail(f"--load {load}: 0 to {MOST_LOAD} requests a second are allowed, as in 5/s")
+    """Try router and page on simulated engines: no model runs. Ctrl-C stops everything."""
+    rate = rate_of(load)
     with tempfile.TemporaryDirectory(prefix="qarr-demo-") as folder:
         config = Path(folder, "qarr.toml")
         config.write_text(SETTINGS.format(folder=folder), "utf-8")

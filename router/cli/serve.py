@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 import uvloop
@@ -44,15 +43,6 @@ from tiers.spec import PRECISIONS, ReplicaStatus, TierSpec
 
 ASKING = "asking the installed vLLM about its arguments; this takes some seconds, once"
 HostOption = Annotated[str | None, typer.Option(help="Address to listen on.")]
-
-
-class Where(StrEnum):
-    """Where ``qarr up`` starts engines."""
-
-    HERE = "here"
-    RAY = "ray"
-
-
 PortOption = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one, which is printed.")]
 
 
@@ -62,7 +52,9 @@ def up(
     calibration: CalibrationOption = None,
     host: HostOption = None,
     port: PortOption = None,
-    on: Annotated[Where, typer.Option(help="Where engines run: on this machine, or on a Ray cluster.")] = Where.HERE,
+    on: Annotated[
+        Literal["here", "ray"], typer.Option(help="Where engines run: on this machine, or on a Ray cluster.")
+    ] = "here",
     ray_address: Annotated[
         str | None, typer.Option(help="The Ray cluster: `auto`, or HOST:PORT of its head.", metavar="ADDRESS")
     ] = None,
@@ -78,7 +70,7 @@ def up(
     keys, sock = open_keys(settings), listen(settings)
     needed = any(t.replicas_here and t.checkpoint is None for t in tier_settings(settings))
     checkpoints = finished(prepare_options(settings)) if needed else ()
-    deployment = (make_ray_deployment if on is Where.RAY else make_deployment)(settings, checkpoints)
+    deployment = (make_ray_deployment if on == "ray" else make_deployment)(settings, checkpoints)
     given = {
         name: engine_args(settings, name) for name in settings.tiers.names if settings.tiers.of(name).replicas_here
     }

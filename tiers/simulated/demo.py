@@ -19,7 +19,7 @@ import httpx
 import uvicorn
 import uvloop
 
-from tiers.errors import EngineDiedError
+from tiers.errors import EngineDiedError, TierError
 from tiers.simulated.engine import SimulatedEngine
 from tiers.simulated.gpu import HARDWARE
 
@@ -50,6 +50,7 @@ fast.precision = "simulated-awq-int4"
 balanced.precision = "simulated-fp8"
 precise.precision = "simulated-bf16"
 """
+MOST_PER_S = 100
 SLOWER = 4.0  # than an H100: about an L40S, by its memory's bandwidth
 SEQUENCES = 16  # as ``tiers.*.max_num_seqs``
 END_S = 5.0
@@ -75,6 +76,14 @@ KINDS = (
     (10, ("Übersetze: Der Zug hat heute {n} Minuten Verspätung.", "Explique {it} à un enfant de {n} ans."), (0, 0)),
     (14, ("Summarise these minutes in {n} points.\n\n", "List every date and sum here as JSON.\n\n"), (4, 90)),
 )
+
+
+def rate_of(text: str) -> float:
+    """Return a load in requests a second; ``TierError``: it is none, or too much."""
+    with contextlib.suppress(ValueError):
+        if 0 <= (rate := float(text.removesuffix("/s"))) <= MOST_PER_S:
+            return rate
+    raise TierError(f"--load {text}: 0 to {MOST_PER_S} requests a second are allowed, as in 5/s")
 
 
 @contextlib.contextmanager
