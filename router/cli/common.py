@@ -25,8 +25,7 @@ ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="TOML settings file.", envvar="QARR_CONFIG", metavar="FILE")
 ]
 ModelOption = Annotated[
-    str | None,
-    typer.Option("--model", help="Hugging Face id, model folder, or the built-in default.", metavar="MODEL"),
+    str | None, typer.Option("--model", help="Hugging Face id, model folder, or the built-in default.", metavar="MODEL")
 ]
 CalibrationOption = Annotated[
     Path | None,

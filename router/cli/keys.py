@@ -57,8 +57,7 @@ class RightsOptions(BudgetOptions):
         ),
     ] = None
     over: Annotated[
-        str,
-        typer.Option(help="A hint or priority beyond the key is lowered (clamp) or refused (refuse)."),
+        str, typer.Option(help="A hint or priority beyond the key is lowered (clamp) or refused (refuse).")
     ] = "clamp"
     max_priority: Annotated[str, typer.Option(help="Highest priority: interactive, standard or batch.")] = "interactive"
     requests_per_minute: LimitOption = None
@@ -68,8 +67,7 @@ class RightsOptions(BudgetOptions):
         bool, typer.Option("--admin", help="Allow the key to operate on replicas and to see everybody's requests.")
     ] = False
     over_budget: Annotated[
-        str,
-        typer.Option(help="Over budget: refuse, or serve up to twice the budget on the cheapest tier (cheapest)."),
+        str, typer.Option(help="Over budget: refuse, or serve up to twice the budget on the cheapest tier (cheapest).")
     ] = "refuse"
     expires: Annotated[
         str | None, typer.Option(metavar="DATE|DURATION", help="Valid until: 2027-01-31 (its end, UTC), or 30d, 12h.")
@@ -108,8 +106,7 @@ def keys_add(
 
 @keys_app.command("list")
 def keys_list(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    config: ConfigOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, config: ConfigOption = None
 ) -> None:
     """List all keys by id and name, revoked ones too. The keys themselves are not kept."""
     keys = read_keys(load_settings(config).auth.keys_file)
@@ -129,9 +126,7 @@ def keys_list(
 @keys_app.command("team")
 @with_options
 def keys_team(
-    name: Annotated[str, typer.Argument(help="Of the team.")],
-    options: BudgetOptions,
-    config: ConfigOption = None,
+    name: Annotated[str, typer.Argument(help="Of the team.")], options: BudgetOptions, config: ConfigOption = None
 ) -> None:
     """Make a team, or replace its budgets, which its keys share. Running routers follow within a second."""
     settings = load_settings(config)

@@ -88,8 +88,7 @@ def profile_import(
     ],
     url: UrlOption = "",
     classes: Annotated[
-        Path | None,
-        typer.Option(help="Classes of further harness tasks by pattern, JSON or TOML.", show_default=False),
+        Path | None, typer.Option(help="Classes of further harness tasks by pattern, JSON or TOML.", show_default=False)
     ] = None,
     config: ConfigOption = None,
 ) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 import uvloop
@@ -33,7 +32,7 @@ from router.deployment.reloading import Asked
 from router.deployment.run import StartObserver, check_files, run
 from router.section import cache_dir
 from router.server.handover import HandoverClient, control_path
-from router.settings import Settings, load_settings
+from router.settings import load_settings
 from router.telemetry.logs import Logging
 from tiers.checkpoints.prepare import finished
 from tiers.errors import PlanError
@@ -46,15 +45,6 @@ from tiers.spec import PRECISIONS, ReplicaStatus, TierSpec
 
 ASKING = "asking the installed vLLM about its arguments; this takes some seconds, once"
 HostOption = Annotated[str | None, typer.Option(help="Address to listen on.")]
-
-
-class Where(StrEnum):
-    """Where ``qarr up`` starts engines."""
-
-    HERE = "here"
-    RAY = "ray"
-
-
 PortOption = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one, which is printed.")]
 
 
@@ -64,7 +54,9 @@ def up(
     calibration: CalibrationOption = None,
     host: HostOption = None,
     port: PortOption = None,
-    on: Annotated[Where, typer.Option(help="Where engines run: on this machine, or on a Ray cluster.")] = Where.HERE,
+    on: Annotated[
+        Literal["here", "ray"], typer.Option(help="Where engines run: on this machine, or on a Ray cluster.")
+    ] = "here",
     ray_address: Annotated[
         str | None, typer.Option(help="The Ray cluster: `auto`, or HOST:PORT of its head.", metavar="ADDRESS")
     ] = None,
@@ -83,7 +75,7 @@ def up(
     keys, sock = open_keys(settings), listen(settings)
     needed = any(t.replicas_here and t.checkpoint is None for t in tier_settings(settings))
     checkpoints = finished(prepare_options(settings)) if needed else ()
-    deployment = (make_ray_deployment if on is Where.RAY else make_deployment)(settings, checkpoints)
+    deployment = (make_ray_deployment if on == "ray" else make_deployment)(settings, checkpoints)
     given = {
         name: engine_args(settings, name) for name in settings.tiers.names if settings.tiers.of(name).replicas_here
     }
@@ -91,7 +83,7 @@ def up(
     check_engine_args(python, given, cache_dir() / "engine-args", lambda: err.print(ASKING))
     if not deployment.missing and deployment.ray is None:
         _show_plan(deployment.model, deployment.plan, deployment.specs)
-    run_router(deployment, sock, keys, started, logging, Asked(settings, load))
+    _run(deployment, sock, keys, started, logging, Asked(settings, load))
 
 
 def _tiers_for_gpus(settings: Settings) -> dict[str, Any]:
@@ -151,7 +143,7 @@ def serve(
         keys, sock = open_keys(settings), listen(settings)
     if not deployment.counter.exact:
         err.print("no tokenizer folder is given (--tokenizer DIR): prompt tokens are estimated")
-    run_router(deployment, sock, keys, started, logging, Asked(settings, load), predecessor)
+    _run(deployment, sock, keys, started, logging, Asked(settings, load), predecessor)
 
 
 def _show_plan(model: str, plan: Plan, specs: Sequence[TierSpec]) -> None:
@@ -172,7 +164,7 @@ def _show_plan(model: str, plan: Plan, specs: Sequence[TierSpec]) -> None:
         )
 
 
-def run_router(
+def _run(
     deployment: Deployment,
     sock: Any,
     keys: KeyStore,
@@ -181,8 +173,9 @@ def run_router(
     asked: Asked,
     predecessor: HandoverClient | None = None,
 ) -> None:
-    request_lines = logging.also_to_file(deployment.settings.engine.log_dir, sock.getsockname()[1])
-    url = router_url(deployment.settings, sock)
+    host, port = sock.getsockname()[:2]
+    request_lines = logging.also_to_file(deployment.settings.engine.log_dir, port)
+    url = http_url(host, port, "https" if deployment.settings.tls.certificate is not None else "http")
 
     def say(text: str) -> None:
         line = f"{clock(started)} {text}"
@@ -213,11 +206,6 @@ def run_router(
     say("stopped")
     if not logging.stop():
         os._exit(0)  # everything has ended, but Python would wait for a reader of standard error
-
-
-def router_url(settings: Settings, sock: Any) -> str:
-    host, port = sock.getsockname()[:2]
-    return http_url(host, port, "https" if settings.tls.certificate is not None else "http")
 
 
 def _to_follow(fleet: Fleet) -> str:

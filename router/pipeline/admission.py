@@ -54,12 +54,7 @@ class _Queued(Waiter):
 class Admission:
     """Admits requests. One event loop owns it."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        policy: PolicyStore,
-        options: AdmissionSettings,
-    ) -> None:
+    def __init__(self, fleet: Fleet, policy: PolicyStore, options: AdmissionSettings) -> None:
         self._fleet, self._policy, self._options = fleet, policy, options
         self._held: Counter[str] = Counter()  # slots, by key
         self._queue: RequestQueue[_Queued] = RequestQueue(self._held)

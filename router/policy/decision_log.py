@@ -144,13 +144,7 @@ class DecisionLog:
         self._policy, self._head = "", b""
 
     def decided(
-        self,
-        request_id: str,
-        decision: Decision,
-        fleet: FleetSnapshot,
-        table: PolicyParameters,
-        *,
-        priority: int = 0,
+        self, request_id: str, decision: Decision, fleet: FleetSnapshot, table: PolicyParameters, *, priority: int = 0
     ) -> None:
         if table is not self._table:
             self._table, self._policy = table, digest_of(table)

@@ -50,12 +50,7 @@ class AutoProfile:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        fleet: Fleet,
-        policy: PolicyStore,
-        model: str,
-        requests: Callable[[], tuple[int, int]],
+        self, settings: Settings, fleet: Fleet, policy: PolicyStore, model: str, requests: Callable[[], tuple[int, int]]
     ) -> None:
         self._fleet, self._policy = fleet, policy
         self._folder, self._latency_s = settings.policy.profiles, settings.profile.latency_s

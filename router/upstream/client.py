@@ -218,12 +218,7 @@ class Upstream:
         await self._passing_transport.aclose()
 
     async def _attempt(
-        self,
-        tier: TierName,
-        lease: Lease,
-        request: EngineRequest,
-        number: int,
-        sent_at: float,
+        self, tier: TierName, lease: Lease, request: EngineRequest, number: int, sent_at: float
     ) -> EngineAnswer:
         """Make one attempt. The lease, the connection and the span end with it unless an answer is returned."""
         replica = lease.replica

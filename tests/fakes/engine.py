@@ -472,12 +472,8 @@ class FakeEngine(Surface):
         b.callers += wanted
         try:
             if chat:
-                yield self._chunk(
-                    {"role": "assistant", "content": ""},
-                    None,
-                    chat=True,
-                    prompt_token_ids=[1, 2, 3] if wanted else None,
-                )
+                told = [1, 2, 3] if wanted else None
+                yield self._chunk({"role": "assistant", "content": ""}, None, chat=True, prompt_token_ids=told)
             done = self._done(body)
             pieces = b.answer[done : done + self._most(body, chat=chat)]
             written, ids, number = Detokenizer(body, b"".join(map(self._bytes, range(done)))), list[int](), done - 1

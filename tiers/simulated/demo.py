@@ -2,7 +2,7 @@
 
     python -m tiers.simulated.demo ROUTER-URL REQUESTS-A-SECOND
 
-Standard output: one line, each tier's URL as JSON. It ends when its standard input is closed.
+It prints the URL of each tier's engine, as JSON in one line, and ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -10,24 +10,80 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import httpx
 import uvicorn
 import uvloop
 
-from tiers.errors import EngineDiedError
+from tiers.errors import EngineDiedError, TierError
 from tiers.simulated.engine import SimulatedEngine
 from tiers.simulated.gpu import HARDWARE
-from tiers.simulated.load import send_load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+SAID = (
+    "[bold yellow]simulated[/]: no model runs. Three engines take the time that Llama 3.1 8B would on a GPU a quarter as "
+    "fast as an H100, and answer with filler text. Losses are published ones."
+)
+SETTINGS = """
+[server]
+drain_s = 3
+[model]
+name = "simulated engines, no model"
+[engine]
+warmup_expected = "simulated"
+[profile]
+auto = false
+[policy]
+profiles = "{folder}/profiles"
+[auth]
+keys_file = "{folder}/keys.json"
+[budgets]
+file = "{folder}/usage.sqlite"
+[tiers]
+fast.precision = "simulated-awq-int4"
+balanced.precision = "simulated-fp8"
+precise.precision = "simulated-bf16"
+"""
+MOST_PER_S = 100
 SLOWER = 4.0  # than an H100: about an L40S, by its memory's bandwidth
 SEQUENCES = 16  # as ``tiers.*.max_num_seqs``
 END_S = 5.0
+TIMEOUT_S = 60.0
+WITH_BOUND, WITH_HINT = 0.4, 0.06  # shares of requests
+BOUNDS: tuple[dict[str, float], ...] = (
+    {"ttft_ms": 400},
+    {"ttft_ms": 1000},
+    {"tpot_ms": 20},
+    {"max_quality_loss": 0.002},
+)
+PAGE = (
+    "On {n} May the council looked at {it}: {n} weeks of work, {n},400 euros. Who pays if it takes longer was put off. "
+)
+SUBJECTS = ("a lighthouse", "tides", "sourdough bread", "a bicycle bell", "compound interest", "bees", "timetables")
+# Of each kind of prompt: its weight, its texts, and how many pages follow.
+KINDS = (
+    (30, ("Hello! How are you today?", "What is {it}?", "Thanks. Who invented {it}?", "Tell me a joke."), (0, 0)),
+    (14, ("Write a story about {it}, in {n} sentences.", "Write a polite letter that asks about {it}."), (0, 0)),
+    (12, ("Write a Python function that stores {it} in a sorted list, with type hints and a docstring.",), (0, 0)),
+    (10, ("def mean(xs):\n    return sum(xs) / len(xs)\n\nWhy does it fail for []? Fix it; add {n} tests.",), (0, 0)),
+    (10, ("A train travels {n}12 km at 96 km/h. When does it arrive, from 14:05? Show your steps.",), (0, 0)),
+    (10, ("Übersetze: Der Zug hat heute {n} Minuten Verspätung.", "Explique {it} à un enfant de {n} ans."), (0, 0)),
+    (14, ("Summarise these minutes in {n} points.\n\n", "List every date and sum here as JSON.\n\n"), (4, 90)),
+)
+
+
+def rate_of(text: str) -> float:
+    """Return a load in requests a second; ``TierError``: it is none, or too much."""
+    with contextlib.suppress(ValueError):
+        if 0 <= (rate := float(text.removesuffix("/s"))) <= MOST_PER_S:
+            return rate
+    raise TierError(f"--load {text}: 0 to {MOST_PER_S} requests a second are allowed, as in 5/s")
 
 
 @contextlib.contextmanager
@@ -38,43 +94,72 @@ def simulated_engines(router: str, load: float) -> Iterator[dict[str, str]]:
         EngineDiedError: They did not start.
     """
     argv = [sys.executable, "-m", __name__, router, str(load)]
-    pipe = subprocess.PIPE  # no Ctrl-C reaches its session: the router first finishes what is open
+    pipe = subprocess.PIPE  # no Ctrl-C reaches a session of its own: the router ends first
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe, start_new_session=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
         try:
-            if not (line := process.stdout.readline()):
+            if not (line := process.stdout.readline() if process.stdout else b""):
                 raise EngineDiedError("the simulated engines did not start: see above")
             yield json.loads(line)
         finally:
-            process.stdin.close()
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=END_S)
+            process.kill()
 
 
 async def run(router: str, load: float) -> None:
-    """Serve until standard input ends."""
-    engines = {tier: SimulatedEngine(hardware, SLOWER, SEQUENCES, 1) for tier, hardware in HARDWARE.items()}
-    servers = {
-        tier: uvicorn.Server(uvicorn.Config(engine.app, port=0, log_config=None, timeout_graceful_shutdown=1))
-        for tier, engine in engines.items()
-    }
-    tasks = [asyncio.create_task(server.serve()) for server in servers.values()]
-    while not all(server.started for server in servers.values()):  # noqa: ASYNC110  uvicorn tells no event
+    """Serve, and send requests, until standard input ends."""
+    engines = (SimulatedEngine(hardware, SLOWER, SEQUENCES, 1) for hardware in HARDWARE.values())
+    configs = [uvicorn.Config(engine.app, port=0, log_config=None, timeout_graceful_shutdown=1) for engine in engines]
+    servers = [uvicorn.Server(config) for config in configs]
+    serving = [asyncio.create_task(server.serve()) for server in servers]
+    while not all(server.started for server in servers):  # noqa: ASYNC110  uvicorn has no event for it
         await asyncio.sleep(0.01)
-    ports = {tier: server.servers[0].sockets[0].getsockname()[1] for tier, server in servers.items()}
-    print(json.dumps({tier: f"http://127.0.0.1:{port}" for tier, port in ports.items()}), flush=True)  # noqa: T201
+    ports = [server.servers[0].sockets[0].getsockname()[1] for server in servers]
     sending = asyncio.create_task(send_load(router, load)) if load else None
     parent_gone = asyncio.Event()
     asyncio.get_running_loop().add_reader(0, parent_gone.set)
+    print(json.dumps({t: f"http://127.0.0.1:{port}" for t, port in zip(HARDWARE, ports, strict=True)}), flush=True)  # noqa: T201
     await parent_gone.wait()
     if sending is not None:
         sending.cancel()
-    for server in servers.values():
+    for server in servers:
         server.should_exit = True
-    await asyncio.gather(*tasks)
+    await asyncio.gather(*serving)
+
+
+async def send_load(router: str, per_s: float) -> None:
+    """Send requests to a router, as a Poisson process; while it is not ready none, and those that are open are given up."""
+    chance = random.Random()  # noqa: S311  no secret
+    waiting: set[asyncio.Task[bool]] = set()
+    async with httpx.AsyncClient(base_url=router, trust_env=False, timeout=TIMEOUT_S, verify=False) as client:  # noqa: S501
+        while True:
+            if await _answered(client, "GET", "/readyz"):
+                task = asyncio.create_task(_answered(client, "POST", "/generate", some_request(chance)))
+                waiting.add(task)
+                task.add_done_callback(waiting.discard)
+            else:
+                for task in waiting:
+                    task.cancel()
+            await asyncio.sleep(chance.expovariate(per_s))
+
+
+def some_request(chance: random.Random) -> dict[str, Any]:
+    """Return a request's body for ``POST /generate``."""
+    _, texts, pages = chance.choices(KINDS, [kind[0] for kind in KINDS])[0]
+    text = chance.choice(texts) + PAGE * chance.randint(*pages)
+    prompt = text.replace("{it}", chance.choice(SUBJECTS)).replace("{n}", str(chance.randint(2, 28)))
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": chance.choice((64, 256, 400))}
+    if chance.random() < WITH_BOUND:
+        body["sla"] = chance.choice(BOUNDS)
+    if chance.random() < WITH_HINT:
+        body["tier"] = chance.choice(tuple(HARDWARE))
+    return body
+
+
+async def _answered(client: httpx.AsyncClient, method: str, path: str, body: Any = None) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return (await client.request(method, path, json=body)).is_success
+    return False
 
 
 if __name__ == "__main__":
