@@ -42,7 +42,7 @@ from router.auth.network import is_loopback
 from router.auth.quota import Quotas
 from router.lifecycle import ServerState
 from router.middleware.request import RequestMiddleware
-from router.monitoring.live import Live, LiveEndpoints
+from router.monitoring.live import Live
 from router.monitoring.metrics import Metrics
 from router.monitoring.page import Page
 from router.monitoring.status import Status
@@ -115,7 +115,10 @@ class App:
         )
         self._usage = UsageLog(self._database, self.pipeline.charging)
         registry.observers.append(self._usage.offer)
-        self._live = Live(self.pipeline, self._profiling, self.state, keys, self._about)
+        self._live = Live(
+            self.pipeline, self._profiling, self._evaluation,
+            server_state=self.state, keys=keys, settings=settings.telemetry, about=self._about,
+        )  # fmt: skip
         self._observe(settings)
         app, direct, local_names = self._served(settings)
         self._entry = RequestMiddleware(
@@ -173,7 +176,7 @@ class App:
             profiling=self._profiling, database=self._database, server_state=self.state, keys=self._keys, about=self._about,
         )  # fmt: skip
         self._routes = [
-            *LiveEndpoints(pipeline, self._evaluation, self._live, settings.telemetry).routes(),
+            *self._live.routes(),
             Route("/metrics", self._metrics.answer),
             *UsageEndpoint(self._database, pipeline.charging, self._keys).routes(),
             *status.routes(),

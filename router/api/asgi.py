@@ -131,9 +131,9 @@ def cancel_on_disconnect(scope: Scope) -> None:
     What is left to do after the last byte is always done. ``ClientGoneError``: it has left already.
     """
     out: Responder = scope[OUT]
-    if out.disconnected:
+    if out.cycle.disconnected:
         raise ClientGoneError
-    out.cancel_on_disconnect(asyncio.current_task())
+    out.task = asyncio.current_task()
 
 
 def start_message(

@@ -33,13 +33,14 @@ log = logging.getLogger(f"qarr.{__name__}")
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 STREAM_ID = "x-qarr-stream-id"
+Receiver = Responder | ResumableStream  # what takes the events of a streamed answer
 
 
 class Encoder(Protocol):
-    """Writes an answer's chunks as the events of one endpoint, each with the empty line after it."""
+    """Makes an answer's chunks the events of one endpoint, each with the empty line after it."""
 
-    def events(self, chunks: Sequence[Chunk]) -> list[bytes]:
-        """Return the events for what came together; none where nothing of it is shown."""
+    def feed(self, chunks: Sequence[Chunk]) -> bool:
+        """Send the events for what came together, if any of it is shown; tell whether more is taken now."""
 
     def end(self) -> list[bytes]:
         """Return the events that end a complete answer."""
@@ -61,7 +62,7 @@ class Endpoint:
     path: str
     # reads a body; raises ``InvalidBodyError``, ``UnknownModelError`` or ``BeyondKeyError``
     parse: Callable[[bytes, RequestContext, Service], Call]
-    encoder: Callable[[Call, ActiveRequest], Encoder]  # returns what writes the events of a streamed answer
+    encoder: Callable[[Call, ActiveRequest, Receiver], Encoder]  # returns what writes the events of a streamed answer
     # returns an answer that is not streamed, and its media type
     whole: Callable[[Call, ActiveRequest], Awaitable[tuple[bytes, str]]]
     resumes: bool = False  # whether ``Last-Event-ID`` goes on with a stream
@@ -106,7 +107,7 @@ class Answering:
             call = replace(call, resumable=False)
         await self._respond(call, decision, out)
 
-    async def _respond(self, call: Call, decision: Decision, out: Responder | ResumableStream) -> None:
+    async def _respond(self, call: Call, decision: Decision, out: Receiver) -> None:
         """Serve an answer: its head, what follows as it comes, then exactly one end or one error."""
         async with self.service.pipeline.serve(call, decision) as active:
             headers, answer = answer_headers(active, self.service.settings.telemetry), active.answer
@@ -124,9 +125,9 @@ class Answering:
             else:
                 whole_head = {**call.context.headers, **headers}
                 await out.respond(start_message(whole_head, media_type, STREAM_HEADERS, hold=True))
-            encoder = self.endpoint.encoder(call, active)
+            encoder = self.endpoint.encoder(call, active, out)
             try:
-                await answer.relay(lambda chunks: out.feed(encoder.events(chunks)), out.drain)
+                await answer.relay(encoder.feed, out.drain)
                 end = encoder.end()
             except UpstreamError as error:
                 answer.error = error

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,7 +31,7 @@ from router.api.bodies import (
     provider_allowed,
     routing_allowed,
 )
-from router.api.endpoint import Endpoint, Service
+from router.api.endpoint import Endpoint, Receiver, Service
 from router.api.models import adapter_names
 from router.api.openai_prompt import last_turn
 from router.api.paths import ErrorForm
@@ -51,19 +51,7 @@ MAX_STOPS, MAX_STOP_CHARS = 16, 200  # the engine holds as many characters back 
 MAX_SEED = (1 << 63) - 1  # vLLM's bound
 
 
-class MessageBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, cache_strings="keys")
-
-    role: Literal["system", "user", "assistant"]
-    content: str
-
-    @field_validator("content")
-    @classmethod
-    def _within_text_limits(cls, text: str, info: ValidationInfo) -> str:
-        return check_text(text, info)
-
-
-def check_text(text: str, info: ValidationInfo) -> str:
+def _check_text(text: str, info: ValidationInfo) -> str:
     """Return a text that is within the limits; ``Rules`` are the validation context."""
     limits = (info.context or STANDARD_RULES).limits
     if len(text) > limits.max_prompt_chars:
@@ -74,6 +62,16 @@ def check_text(text: str, info: ValidationInfo) -> str:
     return text
 
 
+Text = AfterValidator(_check_text)
+
+
+class MessageBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, cache_strings="keys")
+
+    role: Literal["system", "user", "assistant"]
+    content: Annotated[str, Text]
+
+
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[list[StopString], BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)]
 
@@ -82,9 +80,9 @@ class GenerateBody(RoutingFields):
     """The body of ``POST /generate`` and ``POST /route``. ``Rules`` are the validation context."""
 
     messages: list[MessageBody] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
-    prompt: str | None = Field(None, min_length=1, validate_default=True)
+    prompt: Annotated[str, Field(min_length=1), Text] | None = Field(None, validate_default=True)
     adapter: str | None = Field(None, min_length=1)
-    system_prompt: str | None = None
+    system_prompt: Annotated[str, Text] | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
@@ -122,12 +120,12 @@ class GenerateBody(RoutingFields):
             raise ValueError("is missing, and so is messages" if prompt is None else "is given, and so is messages")
         return prompt
 
-    @field_validator("prompt", "system_prompt")
+    @field_validator("system_prompt")
     @classmethod
-    def _within_text_limits(cls, text: str | None, info: ValidationInfo) -> str | None:
-        if text is not None and info.field_name == "system_prompt" and info.data.get("messages") is not None:
+    def _without_messages(cls, text: str | None, info: ValidationInfo) -> str | None:
+        if text is not None and info.data.get("messages") is not None:
             raise ValueError("is given, and so is messages, whose first may be the system's")
-        return None if text is None else check_text(text, info)
+        return text
 
     @field_validator("max_tokens")
     @classmethod
@@ -245,14 +243,14 @@ def read_messages(messages: Sequence[Mapping[str, str]], counter: TokenCounter) 
 class TextEvents:
     """Writes an answer as text events, then one ``done`` or one ``error`` event."""
 
-    __slots__ = ("_answer", "_context", "_number")
+    __slots__ = ("_answer", "_context", "_number", "_out")
 
-    def __init__(self, call: Call, active: ActiveRequest) -> None:
+    def __init__(self, call: Call, active: ActiveRequest, out: Receiver) -> None:
         assert isinstance(active.answer, EngineStream)
-        self._answer, self._context = active.answer, call.context
+        self._answer, self._context, self._out = active.answer, call.context, out
         self._number = None if call.resumable else 0  # of the event's id, unless that names the stream as well
 
-    def events(self, chunks: Sequence[Chunk]) -> list[bytes]:
+    def feed(self, chunks: Sequence[Chunk]) -> bool:
         events, number = [], self._number
         for chunk in chunks:
             if chunk.text:
@@ -262,7 +260,7 @@ class TextEvents:
                     event = b"id: %d\n" % number + event
                 events.append(event)
         self._number = number
-        return events
+        return self._out.feed(events)
 
     def end(self) -> list[bytes]:
         return self._last(b"event: done\ndata: " + to_json(closing(self._answer)) + SEPARATOR)

@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from classifier import TokenCounter
 from router.api.bodies import FieldProblem, InvalidBodyError
-from router.api.endpoint import Endpoint, Service, as_it_came, report_on, with_member
+from router.api.endpoint import Endpoint, Receiver, Service, as_it_came, report_on, with_member
 from router.api.models import read_document, resolve
 from router.api.openai import priority_to_send, routing_fields, undraftable_of
 from router.api.openai_prompt import PART_TOKENS, SYSTEM_ROLES, last_turn, other_parts, text_of
@@ -192,19 +192,19 @@ def _parse(api: _Api, body: bytes, context: RequestContext, service: Service) ->
 class PassedEvents:
     """Passes a stream's events on as they are. Its last one waits until the answer is complete, and gets the report."""
 
-    __slots__ = ("_context", "_last", "_latest", "_report")
+    __slots__ = ("_context", "_last", "_latest", "_out", "_report")
 
-    def __init__(self, call: Call, active: ActiveRequest) -> None:
-        self._context, self._report = call.context, report_on(call, active)
+    def __init__(self, call: Call, active: ActiveRequest, out: Receiver) -> None:
+        self._context, self._report, self._out = call.context, report_on(call, active), out
         self._last = self._latest = b""
 
-    def events(self, chunks: Sequence[Chunk]) -> list[bytes]:
-        """Return what came together, but for the last event of all."""
+    def feed(self, chunks: Sequence[Chunk]) -> bool:
+        """Send what came together, but for the last event of all."""
         events = [chunk.raw + SEPARATOR for chunk in chunks if not chunk.last]
         if chunks[-1].last:
             self._last = chunks[-1].raw
         self._latest = events[-1] if events else self._latest
-        return events
+        return self._out.feed(events)
 
     def end(self) -> list[bytes]:
         """Return the engine's last event, with the report where it was asked for."""

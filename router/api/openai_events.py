@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from router.api.endpoint import report_on
+from router.api.endpoint import Receiver, report_on
 from router.api.paths import CHAT, ErrorForm
 from router.api.problems import describe
 from router.pipeline.registry import ActiveRequest
@@ -31,18 +31,18 @@ class RelayedEvents:
     What other engines go on with looks as if the first one had sent it.
     """
 
-    __slots__ = ("_answer", "_chat", "_opened", "_report", "_usage_sent", "_wants_usage")
+    __slots__ = ("_answer", "_chat", "_opened", "_out", "_report", "_usage_sent", "_wants_usage")
 
-    def __init__(self, call: Call, active: ActiveRequest) -> None:
+    def __init__(self, call: Call, active: ActiveRequest, out: Receiver) -> None:
         assert isinstance(active.answer, EngineStream)
-        self._answer, self._report = active.answer, report_on(call, active)
+        self._answer, self._report, self._out = active.answer, report_on(call, active), out
         self._chat, self._wants_usage = call.asked.path == CHAT, call.asked.wants_usage
         self._opened = b""  # the first engine's first event
         self._usage_sent = False
 
-    def events(self, chunks: Sequence[Chunk]) -> list[bytes]:
-        """Return what came together, but for events that the caller would not have got from the engine."""
-        return [event + SEPARATOR for chunk in chunks if (event := self._event(chunk)) is not None]
+    def feed(self, chunks: Sequence[Chunk]) -> bool:
+        """Send what came together, but for events that the caller would not have got from the engine."""
+        return self._out.feed([event + SEPARATOR for chunk in chunks if (event := self._event(chunk)) is not None])
 
     def end(self) -> list[bytes]:
         """Return the end; of an answer that was continued, with a comment that says so, which clients skip."""

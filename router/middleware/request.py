@@ -73,10 +73,10 @@ class RequestMiddleware:
         try:
             await self._enter(scope, receive, out)
         except asyncio.CancelledError:
-            if not out.disconnected and not self._server_state.deadline_passed:
+            if not out.cycle.disconnected and not self._server_state.deadline_passed:
                 raise
             task.uncancel()
-            if out.disconnected:
+            if out.cycle.disconnected:
                 log.debug("request %s: the client went away", context_of(scope).request_id)
             else:
                 await _end_with_error(scope, receive, out)
@@ -125,27 +125,21 @@ class RequestMiddleware:
             if not is_known(error):
                 raise
 
-    def _check_host(self, host: str) -> None:
-        """Refuse a request to a name that the DNS may resolve.
-
-        The owner of a name can point it at this machine, and so let a web page read a local router's answers. Names
-        without a dot are no exception: they come from a network's search domain, or from its owner.
-        """
-        if not is_address_or_local(host, self._names or frozenset()):
-            raise ForeignHostError(
-                "without keys a router on this machine serves requests to an address or to localhost only, since any web "
-                "page could reach it by a name of its own: add this name to server.allowed_hosts, or make keys ('qarr keys "
-                "add')"
-            )
-
     def _caller(self, method: str, context: RequestContext) -> Caller:
         path = context.route
         resumes = path == "/generate" and b"last-event-id" in context.sent  # no other router has the rest of a stream
         if self._server_state.state is ServerPhase.DRAINING and method == "POST" and not resumes:
             raise DrainingError
         if not self._keys.required or path in OPEN_PATHS:
-            if self._names is not None and path not in OPEN_PATHS:
-                self._check_host(context.header(b"host") or "")
+            # The owner of a name in the DNS can point it at this machine, and so let a web page read a local router's
+            # answers. Names without a dot are no exception: they come from a network's search domain, or from its owner.
+            names = self._names if path not in OPEN_PATHS else None
+            if names is not None and not is_address_or_local(context.header(b"host") or "", names):
+                raise ForeignHostError(
+                    "without keys a router on this machine serves requests to an address or to localhost only, since any "
+                    "web page could reach it by a name of its own: add this name to server.allowed_hosts, or make keys "
+                    "('qarr keys add')"
+                )
             if method not in SAFE_METHODS:
                 _check_origin(context, self._origins)
             return ANONYMOUS

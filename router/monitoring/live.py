@@ -92,7 +92,7 @@ class Reader:
 
 
 class Live:
-    """The snapshots and their readers, and the endpoint ``GET /live`` as an ASGI application. One event loop owns it.
+    """The snapshots and their readers, and the page's endpoints: ``GET /live`` is itself. One event loop owns it.
 
     A key sees its own requests, and figures of all. The streams have no end of their own: they are ended when the router
     shuts down, and when their key is no longer in force.
@@ -102,12 +102,15 @@ class Live:
         self,
         pipeline: Pipeline,
         profiling: AutoProfile,
+        evaluation: ShadowEvaluation,
+        *,
         server_state: ServerState,
         keys: KeyStore,
+        settings: TelemetrySettings,
         about: Mapping[str, str],
     ) -> None:
-        self._pipeline, self._profiling = pipeline, profiling
-        self._server_state, self._keys, self._about = server_state, keys, about
+        self._pipeline, self._profiling, self._evaluation = pipeline, profiling, evaluation
+        self._server_state, self._keys, self._settings, self._about = server_state, keys, settings, about
         self._generated: dict[str, int] = {}
         self._rates: dict[str, float] = {}
         self._readers: set[Reader] = set()
@@ -206,63 +209,9 @@ class Live:
         before, self._generated = self._generated, {r.id: r.work.generated for r in self._pipeline.fleet.replicas}
         self._rates = {id_: (n - before.get(id_, n)) / elapsed_s for id_, n in self._generated.items()}
 
-
-def _summary(ended: list[tuple[Outcome, Times, bool | None]]) -> dict[str, Any]:
-    kept = [met for _, _, met in ended if met is not None]
-    return {
-        "requests": len(ended),
-        "errors": sum(outcome is Outcome.ERROR for outcome, _, _ in ended),
-        "ttft_ms": _percentiles([times.ttft_ms for _, times, _ in ended if times.ttft_ms is not None]),
-        "tpot_ms": _percentiles([times.tpot_ms for _, times, _ in ended if times.tpot_ms is not None]),
-        "sla": {"asked": len(kept), "met": sum(kept)},
-    }
-
-
-def _percentiles(values: list[float]) -> dict[str, float] | None:
-    if not values:
-        return None
-    return {"p50": round(percentile(values, 0.5), 2), "p95": round(percentile(values, 0.95), 2)}
-
-
-def render_open(request: ActiveRequest, now: float) -> dict[str, Any]:
-    answer, decision, part = request.answer, request.decision, request.now_on
-    tier, replica = part.tier if part is not None else decision.tier, part.replica_id if part is not None else None
-    overflow = request.diverted.name if request.diverted is not None else None
-    if overflow is not None:
-        tier = replica = None
-    elif part is None and request.slot is not None:
-        replica = request.slot.lease.replica.id
-    return {
-        "request_id": request.context.request_id,
-        "trace_id": request.context.trace_id,
-        "class": decision.query.features.prompt_class.value,
-        "tier": tier,
-        "overflow": overflow,
-        "replica": replica,
-        "state": request.state,
-        "age_ms": round((now - request.context.arrived) * 1000, 1),
-        "prompt_tokens": decision.query.tokens_to_read,
-        "output_tokens": answer.output_tokens if answer is not None else 0,
-    }
-
-
-def _event(name: bytes, value: Any) -> bytes:
-    return b"event: " + name + b"\ndata: " + to_json(value) + b"\n\n"
-
-
-class LiveEndpoints:
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        evaluation: ShadowEvaluation,
-        live: Live,
-        settings: TelemetrySettings,
-    ) -> None:
-        self._pipeline, self._evaluation, self._live, self._settings = pipeline, evaluation, live, settings
-
     def routes(self) -> list[Route]:
         return [
-            Route("/live", self._live, methods=["GET"]),
+            Route("/live", self, methods=["GET"]),
             Route("/requests", self._listed, methods=["GET"]),
             Route("/traces", self._listed, methods=["GET"]),
             Route("/traces/{trace_id}", self._trace, methods=["GET"]),
@@ -310,6 +259,49 @@ class LiveEndpoints:
                 "sla_confidence": table.sla_confidence,
             }
         )
+
+
+def _summary(ended: list[tuple[Outcome, Times, bool | None]]) -> dict[str, Any]:
+    kept = [met for _, _, met in ended if met is not None]
+    return {
+        "requests": len(ended),
+        "errors": sum(outcome is Outcome.ERROR for outcome, _, _ in ended),
+        "ttft_ms": _percentiles([times.ttft_ms for _, times, _ in ended if times.ttft_ms is not None]),
+        "tpot_ms": _percentiles([times.tpot_ms for _, times, _ in ended if times.tpot_ms is not None]),
+        "sla": {"asked": len(kept), "met": sum(kept)},
+    }
+
+
+def _percentiles(values: list[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {"p50": round(percentile(values, 0.5), 2), "p95": round(percentile(values, 0.95), 2)}
+
+
+def render_open(request: ActiveRequest, now: float) -> dict[str, Any]:
+    answer, decision, part = request.answer, request.decision, request.now_on
+    tier, replica = part.tier if part is not None else decision.tier, part.replica_id if part is not None else None
+    overflow = request.diverted.name if request.diverted is not None else None
+    if overflow is not None:
+        tier = replica = None
+    elif part is None and request.slot is not None:
+        replica = request.slot.lease.replica.id
+    return {
+        "request_id": request.context.request_id,
+        "trace_id": request.context.trace_id,
+        "class": decision.query.features.prompt_class.value,
+        "tier": tier,
+        "overflow": overflow,
+        "replica": replica,
+        "state": request.state,
+        "age_ms": round((now - request.context.arrived) * 1000, 1),
+        "prompt_tokens": decision.query.tokens_to_read,
+        "output_tokens": answer.output_tokens if answer is not None else 0,
+    }
+
+
+def _event(name: bytes, value: Any) -> bytes:
+    return b"event: " + name + b"\ndata: " + to_json(value) + b"\n\n"
 
 
 def _limit(request: Request) -> int:

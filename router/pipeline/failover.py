@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count, product
 
 from pydantic_core import to_json
@@ -94,10 +94,7 @@ class _Seam:
     resumption: Resumption
     out: Feed
     begins: int  # characters of the answer before it
-    sent: int = field(init=False)  # characters of the answer so far
-
-    def __post_init__(self) -> None:
-        self.sent = self.begins
+    sent: int  # characters of the answer so far
 
     def feed(self, chunks: Sequence[Chunk]) -> bool:
         """Pass on what the part adds to the answer; tell whether it may send more now."""
@@ -159,7 +156,7 @@ class Continuation:
             self.failover.telemetry.record_continuation(
                 failing.replica_id, part.replica_id, len(progress.output_ids), broken
             )
-            failing, seam = part, _Seam(joiner, progress, self.resumption, feed, sent)
+            failing, seam = part, _Seam(joiner, progress, self.resumption, feed, sent, sent)
             try:
                 while not await part.flow(seam.feed) and joiner.stopped is None:
                     await drain()

@@ -73,7 +73,10 @@ class Overflow:
         try:
             answer = await self.client.open(asked, decision.query.sequences, sent_at)
         except UpstreamError as error:
-            self._failed(active, active.diverted, error)
+            active.diverted = active.diverted._replace(failure=FAILURES.get(type(error), "failed"))
+            # what it has said is in no text here
+            log.warning("request %s: overflow %s: %s", active.context.request_id, self.client.name, error)
+            self.telemetry.record_failed_attempt(f"overflow {self.client.name}", error)
             return None
         except asyncio.CancelledError:
             active.diverted = active.diverted._replace(failure="cancelled")
@@ -97,9 +100,3 @@ class Overflow:
                 error=error_name(failure) if failure is not None else None,
             )
         )
-
-    def _failed(self, active: ActiveRequest, diverted: Diverted, error: UpstreamError) -> None:
-        """Note that the overflow does not answer; what it has said is in no text here."""
-        active.diverted = diverted._replace(failure=FAILURES.get(type(error), "failed"))
-        log.warning("request %s: overflow %s: %s", active.context.request_id, diverted.name, error)
-        self.telemetry.record_failed_attempt(f"overflow {diverted.name}", error)

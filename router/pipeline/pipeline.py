@@ -153,7 +153,7 @@ class Pipeline:
             if answer is None:
                 raise
             return answer
-        active.admit(slot)
+        active.slot, active.decision, active.sent = slot, slot.decision, time.monotonic()
         answer = await self.failover.upstream.open(active.decision, asked, sent_at, lease=slot.lease)
         if isinstance(answer, EngineStream) and answer.progress is not None and asked.resumption is not None:
             rest = Continuation(self.failover, active.decision, asked, asked.resumption, answer.progress)
@@ -179,16 +179,12 @@ class Pipeline:
                 if active.budget is not None:
                     cost = self.charging.pricing.cost(active.decision, active.usage)
                     active.cost = cost.at_most(active.budget.hold.reserved)
-            finally:
-                await self._release(active)
-
-    async def _release(self, active: ActiveRequest) -> None:
-        """Give back slot, quota and budget, exactly once; of the latter two, what was not used."""
-        if active.slot is not None:
-            self.admission.leave(active.context.caller.key_id, active.slot)
-        try:
-            if active.quota is not None:
-                await active.quota.settle(active.used)
-        finally:  # also when this is cancelled
-            if active.budget is not None:
-                await active.budget.settle(active.cost or FREE)
+            finally:  # give back slot, quota and budget, exactly once; of the latter two, what was not used
+                if active.slot is not None:
+                    self.admission.leave(active.context.caller.key_id, active.slot)
+                try:
+                    if active.quota is not None:
+                        await active.quota.settle(active.used)
+                finally:  # also when this is cancelled
+                    if active.budget is not None:
+                        await active.budget.settle(active.cost or FREE)

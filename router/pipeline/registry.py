@@ -76,9 +76,6 @@ class ActiveRequest:
         """Return the part of its answer that is computed now; None before the first has begun."""
         return self.answer.parts[-1] if self.answer is not None and self.answer.parts else self.answer
 
-    def admit(self, slot: Slot) -> None:
-        self.slot, self.decision, self.sent = slot, slot.decision, time.monotonic()
-
 
 class RequestRegistry:
     """Holds the open requests and the last records. One event loop owns it.

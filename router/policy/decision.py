@@ -291,10 +291,7 @@ class Decision:
 
     @property
     def chosen(self) -> Estimate | None:
-        for each in self.choice.estimates:
-            if each.tier is self.tier:
-                return each
-        return None
+        return next((each for each in self.choice.estimates if each.tier is self.tier), None)
 
     @property
     def precision(self) -> str | None:

@@ -38,9 +38,7 @@ def verdict(choice: Choice, estimate: Estimate) -> str:
 def reason(choice: Choice, longest: int) -> str:
     """Return why, for a person. What was asked for and is not given comes first.
 
-    Args:
-        choice: What is to be explained.
-        longest: Context of the tiers for which the request alone is too long, in tokens; 0: there are others, or none.
+    ``longest``: context of the tiers for which the request alone is too long, in tokens; 0: there are others, or none.
     """
     chosen, query = choice.chosen, choice.query
     if chosen is None:

@@ -82,16 +82,12 @@ DOUBTFUL = tuple(kind for kind in JUDGED if kind is not PromptClass.UNKNOWN)
 
 @dataclass(frozen=True, slots=True)
 class ExpectedLoss:
-    """Share of answers, 0..1, that get worse than the highest precision's: estimate and 95 % interval.
-
-    Attributes:
-        answers: Measured ones that it rests on; 0: it is published.
-    """
+    """Share of answers, 0..1, that get worse than the highest precision's: estimate and 95 % interval."""
 
     mean: float
     low: float
     high: float
-    answers: int = 0
+    answers: int = 0  # measured ones that it rests on; 0: it is published
 
     @property
     def basis(self) -> str:
@@ -109,12 +105,7 @@ def published(precision: str, kind: Kind) -> float:
 
 
 def losses(precision: str, counts: Iterable[AnswerCount]) -> Losses:
-    """Return the expected loss of each kind, ``UNKNOWN`` included.
-
-    Args:
-        precision: That the tier serves, as ``TierSpec`` has it.
-        counts: What was measured of the tier; empty: nothing.
-    """
+    """Return a tier's expected loss of each kind, ``UNKNOWN`` included, by its precision and what was measured of it."""
     flips = {(count.prompt_class, count.complexity): count.flips for count in counts}
     found: dict[PromptClass, dict[Complexity, ExpectedLoss]] = {}
     for kind in CLASSES:

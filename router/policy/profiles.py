@@ -205,19 +205,9 @@ class Fit(Frozen):
 
     @property
     def model(self) -> SpeedModel:
-        return SpeedModel(
-            ttft_base_ms=self.ttft_base_ms,
-            prefill_ms_per_token=self.prefill_ms_per_token,
-            step_base_ms=self.step_base_ms,
-            step_ms_per_sequence=self.step_ms_per_sequence,
-            step_knee=self.step_knee,
-            step_ms_beyond_knee=self.step_ms_beyond_knee,
-            ttft_steps=self.ttft_steps,
-            contention=self.contention,
-            ttft_spread=max(self.ttft_spread, MIN_SPREAD),
-            tpot_spread=max(self.tpot_spread, MIN_SPREAD),
-            profiled=True,
-        )
+        figures = self.model_dump(exclude={"tier", "ttft_error", "tpot_error", "samples"})
+        spreads = {name: max(figures[name], MIN_SPREAD) for name in ("ttft_spread", "tpot_spread")}
+        return SpeedModel(**figures | spreads, profiled=True)
 
 
 class LatencyProfile(_Profile):

@@ -51,17 +51,11 @@ POINTLESS_BATCH = 4  # sequences, at which speeds are compared too
 
 @dataclass(slots=True)
 class LossTally:
-    """Answers since the start whose tier the policy chose.
+    """Answers since the start whose tier the policy chose."""
 
-    Attributes:
-        answers: Their number.
-        lost: Answers whose tier the policy chose that are expected to be worse than the highest precision's.
-        allowed: Answers whose tier the policy chose that the loss budget would have allowed to be worse.
-    """
-
-    answers: int = 0
-    lost: float = 0.0
-    allowed: float = 0.0
+    answers: int = 0  # their number
+    lost: float = 0.0  # answers whose tier the policy chose that are expected to be worse than the highest precision's
+    allowed: float = 0.0  # answers whose tier the policy chose that the loss budget would have allowed to be worse
 
 
 class PolicyStore:
@@ -103,12 +97,7 @@ class PolicyStore:
         return successors(tier, query, self._fleet.snapshot(), self.table)
 
     def served(self, decision: Decision, tier: TierName | None) -> None:
-        """Count an answer's expected loss, unless the caller chose its tier.
-
-        Args:
-            decision: That admitted the request.
-            tier: That served it; None: none did.
-        """
+        """Count the expected loss of a request's answer, unless its caller chose the ``tier`` (None: nobody served it)."""
         features = decision.query.features
         self._asked[features.prompt_class, features.complexity or Complexity.MODERATE] += 1
         if tier is None or (decision.basis in BY_CALLER and tier is decision.tier):
@@ -216,14 +205,7 @@ def policy_table(
     profile: QualityProfile | None = None,
     adapters: Mapping[str, QualityProfile | None] | None = None,
 ) -> PolicyParameters:
-    """Return the policy's parameters.
-
-    Args:
-        policy: The settings.
-        specs: The tiers.
-        profile: Of the checkpoints served; None: published losses count.
-        adapters: The same of each adapter that tiers offer.
-    """
+    """Return the policy's parameters; without a profile of the checkpoints, or of an adapter, published losses count."""
     specs, bounds = tuple(specs), {f"policy.max_loss.{kind.value}": most for kind, most in policy.max_loss.items()}
     for name, most in ({"policy.loss_budget": policy.loss_budget} | bounds).items():
         if not isinstance(most, LikeTier) and most > MOST_MEANT:

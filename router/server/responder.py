@@ -30,8 +30,8 @@ class Responder:
     """
 
     __slots__ = (
-        *("_app", "_chunked", "_early", "_head", "_left", "_outer", "_server_state", "_task", "_timer"),
-        *("begun", "complete", "cycle", "early", "status", "streams"),
+        *("_app", "_chunked", "_early", "_head", "_left", "_outer", "_server_state", "_timer"),
+        *("begun", "complete", "cycle", "early", "status", "streams", "task"),
     )
 
     def __init__(self, app: ASGI3Application, cycle: RequestResponseCycle) -> None:
@@ -39,7 +39,7 @@ class Responder:
         self._head = b""  # not written yet
         self._chunked = False
         self._left: int | None = None  # bytes of the body to come; None: its end is told otherwise
-        self._task: asyncio.Task[Any] | None = None
+        self.task: asyncio.Task[Any] | None = None  # cancelled once the client leaves before it has the whole answer
         self._timer: asyncio.TimerHandle | None = None
         self._early: asyncio.Task[None] | None = None
         self._outer: Any = None
@@ -55,19 +55,11 @@ class Responder:
         """Let heads pass the layers around the application by ``outer``; bodies are of no use to them."""
         self._outer, self._server_state = outer, server_state
 
-    @property
-    def disconnected(self) -> bool:
-        return self.cycle.disconnected
-
-    def cancel_on_disconnect(self, task: asyncio.Task[Any] | None) -> None:
-        """Cancel a task once the client leaves before it has the whole answer; None: no longer."""
-        self._task = task
-
     def leave(self) -> None:
         self.cycle.disconnected = True
         self.cycle.message_event.set()
-        if self._task is not None:
-            self._task.cancel()
+        if self.task is not None:
+            self.task.cancel()
 
     async def respond(self, message: Any) -> None:
         """Send a message of the application, its head through the layers around it."""
@@ -116,7 +108,7 @@ class Responder:
         """Forget what leads from a request that has ended back to it."""
         if self._timer is not None:
             self.stop_waiting()
-        self._task = self._outer = None
+        self.task = self._outer = None
 
     def feed(self, events: Sequence[bytes]) -> bool:
         """Send events of a stream that has begun, its head with the first; tell whether the client takes more now."""

@@ -23,7 +23,7 @@ from router.policy.table import PolicyStore
 from router.telemetry.record import Hop, error_name
 from router.telemetry.tracing import Telemetry
 from router.upstream.engine_request import EngineRequest
-from router.upstream.engine_stream import Attempt, BufferedAnswer, EngineAnswer, EngineStream, end_hop
+from router.upstream.engine_stream import Attempt, BufferedAnswer, EngineAnswer, EngineStream, OverflowHold, end_hop
 from router.upstream.errors import (
     EngineBrokeError,
     EngineFailedError,
@@ -248,20 +248,9 @@ class Upstream:
             answer = EngineStream(begun, request) if request.streamed else BufferedAnswer(begun, request.answers)
             await answer.begin()
             return answer  # noqa: TRY300  an else block would be far from here
-        except BaseException as error:  # noqa: BLE001  raised again
-            failure = translate(error, limit_s, streamed=request.streamed)
-            try:
-                if isinstance(failure, UpstreamError) and not isinstance(failure, EngineRefusedError):
-                    lease.failed(error_name(failure))
-                lease.release()
-                end_hop(hop, failure)
-                if response is not None:
-                    await response.aclose()
-                if failure is error:
-                    raise
-                raise failure from without_trace(error)
-            finally:
-                del failure  # its trace leads here
+        except BaseException as error:
+            await give_up(error, lease, hop, response, limit_s, streamed=request.streamed)
+            raise
 
     def _http(self, replica: Replica, request: EngineRequest, hop: Hop) -> httpx.Request:
         """Return a request as it is sent; its headers are made here, as httpx takes several times longer for that."""
@@ -327,7 +316,26 @@ def _holds_object(content: bytes) -> bool:
         return False
 
 
-def translate(error: BaseException, limit_s: float, *, streamed: bool) -> BaseException:
+async def give_up(
+    error: BaseException, lease: Lease | OverflowHold, hop: Hop, response: httpx.Response | None, limit_s: float, *,
+    streamed: bool,
+) -> None:  # fmt: skip
+    """End an attempt that failed before its answer began; raise why, where that is another error."""
+    failure = _translated(error, limit_s, streamed=streamed)
+    try:
+        if isinstance(failure, UpstreamError) and not isinstance(failure, EngineRefusedError):
+            lease.failed(error_name(failure))
+        lease.release()
+        end_hop(hop, failure)
+        if response is not None:
+            await response.aclose()
+        if failure is not error:
+            raise failure from without_trace(error)
+    finally:
+        del failure  # its trace leads here
+
+
+def _translated(error: BaseException, limit_s: float, *, streamed: bool) -> BaseException:
     """Return the error for what went wrong before an answer began, where it is one of the connection."""
     if isinstance(error, httpx.ReadTimeout | EngineStalledError):
         if streamed:

@@ -21,7 +21,7 @@ from pydantic_core import to_json
 
 from router.telemetry.record import Hop
 from router.telemetry.tracing import Telemetry
-from router.upstream.client import status_error, translate
+from router.upstream.client import give_up, status_error
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import (
     Attempt,
@@ -30,9 +30,8 @@ from router.upstream.engine_stream import (
     EngineStream,
     OverflowHold,
     OverflowServer,
-    end_hop,
 )
-from router.upstream.errors import EngineBrokeError, EngineRefusedError, NoSlotError, UpstreamError, without_trace
+from router.upstream.errors import EngineBrokeError, EngineRefusedError, NoSlotError, UpstreamError
 from router.upstream.json_object import JsonObject
 from router.upstream.settings import OverflowSettings, UpstreamSettings
 from router.upstream.sse import COMPLETION_FORMAT, WholeAnswer, decoded
@@ -239,18 +238,9 @@ class OverflowClient:
             answer.overflow = self.name
             await answer.begin()
             return answer  # noqa: TRY300  an else block would be far from here
-        except BaseException as error:  # noqa: BLE001  raised again
-            hold.release()
-            failure = translate(error, limit_s, streamed=request.streamed)
-            try:
-                end_hop(hop, failure)
-                if response is not None:
-                    await response.aclose()
-                if failure is error:
-                    raise
-                raise failure from without_trace(error)
-            finally:
-                del failure  # its trace leads here
+        except BaseException as error:
+            await give_up(error, hold, hop, response, limit_s, streamed=request.streamed)
+            raise
 
     def _freed(self) -> None:
         self.in_flight -= 1

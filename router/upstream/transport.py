@@ -374,15 +374,13 @@ class EngineTransport(httpx.AsyncBaseTransport):
     """Connections to engines, used again one after another.
 
     Of ``request.extensions["timeout"]`` the times ``connect``, ``pool`` and ``read`` are kept, in seconds. Other than in
-    httpx, ``read`` is for the whole answer, unless its reader limits each read (``Body.limit_reads``).
-
-    Args:
-        max_requests: Requests at once; further ones wait for at most the ``pool`` time. 0: any number.
+    httpx, ``read`` is for the whole answer, unless its reader limits each read (``Body.limit_reads``). Beyond
+    ``max_requests`` at once (0: any number) further ones wait for at most the ``pool`` time.
     """
 
     def __init__(self, max_requests: int = 0) -> None:
         self._idle: dict[Origin, deque[Connection]] = {}
-        self._active: set[Connection] = set()
+        self._connections: set[Connection] = set()
         self._slots = asyncio.Semaphore(max_requests) if max_requests else None
         self._max_requests = max_requests
         self._closed_old_at = 0.0
@@ -398,7 +396,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
 
     @property
     def active(self) -> int:
-        return sum(connection.state is ConnectionState.ACTIVE for connection in self._active)
+        return sum(connection.state is ConnectionState.ACTIVE for connection in self._connections)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request; return once the head of its answer has come. Close the answer.
@@ -414,7 +412,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
         """
         if self._closed:
             raise RuntimeError("the transport is closed")
-        message, head_only = await _message(request), request.method == "HEAD"
+        message, head_only = _message(request), request.method == "HEAD"
         times: dict[str, float | None] = request.extensions.get("timeout") or {}
         url, slots = request.url, self._slots
         origin = url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80)
@@ -426,33 +424,29 @@ class EngineTransport(httpx.AsyncBaseTransport):
             while True:
                 connection = connection or await self._connect(origin, times.get("connect"))
                 try:
-                    await self._ask(connection, message, times.get("read"), head_only=head_only)
+                    connection.send(message, head_only=head_only, limit_s=times.get("read"))
+                    await connection.head()
                 except (httpx.ReadError, httpx.RemoteProtocolError):
                     if connection is not kept or kept.heard or self._closed:
                         raise
-                    self._end(kept)  # it was closed before the request came: any other connection will do
+                    kept.rest()  # it was closed before the request came: any other connection will do
                     connection = None
                 else:
                     return httpx.Response(
                         connection.status, headers=connection.headers, stream=Body(connection, self._release)
                     )
         except BaseException:
-            if connection is not None and self._end(connection):
-                connection.close()  # its whole answer came, and nobody wants it
+            if connection is not None:
+                self._connections.discard(connection)
+                connection.rest()
+                connection.close()  # its whole answer may have come, and nobody wants it
             if slots is not None:
                 slots.release()
             raise
 
-    async def _ask(self, connection: Connection, message: bytes, limit_s: float | None, *, head_only: bool) -> None:
-        self._active.add(connection)
-        if self._closed:
-            raise httpx.ReadError("the transport was closed")
-        connection.send(message, head_only=head_only, limit_s=limit_s)
-        await connection.head()
-
     async def aclose(self) -> None:
         self._closed = True
-        for connection in (*self._active, *(each for idle in self._idle.values() for each in idle)):
+        for connection in list(self._connections):
             connection.close()
         self._idle.clear()
 
@@ -496,14 +490,11 @@ class EngineTransport(httpx.AsyncBaseTransport):
         except OSError as error:
             why = "TLS: no handshake" if scheme == "https" and not error.strerror else error.strerror or str(error)
             raise httpx.ConnectError(why.lower()) from error
+        self._connections.add(connection)
+        if self._closed:
+            connection.close()
+            raise httpx.ReadError("the transport was closed")
         return connection
-
-    def _end(self, connection: Connection) -> bool:
-        """End a connection's request; return whether it can carry another now."""
-        reusable = connection.rest()
-        if connection.state is not ConnectionState.ENDING:
-            self._active.discard(connection)
-        return reusable
 
     def _release(self, connection: Connection) -> None:
         self._put_back(connection)
@@ -511,7 +502,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
             self._slots.release()
 
     def _put_back(self, connection: Connection) -> None:
-        if not self._end(connection):
+        if not connection.rest():
             return
         if self._closed:
             connection.close()
@@ -530,7 +521,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
                 del self._idle[origin]
 
     def _lost(self, connection: Connection) -> None:
-        self._active.discard(connection)
+        self._connections.discard(connection)
         idle = self._idle.get(connection.origin)
         if idle is not None and connection in idle:
             idle.remove(connection)
@@ -538,14 +529,13 @@ class EngineTransport(httpx.AsyncBaseTransport):
                 del self._idle[connection.origin]
 
 
-async def _message(request: httpx.Request) -> bytes:
-    content = request.read() if isinstance(request.stream, httpx.ByteStream) else await request.aread()
+def _message(request: httpx.Request) -> bytes:
     lines = [b"%b %b HTTP/1.1" % (request.method.encode("ascii"), request.url.raw_path)]
     lines += [b"%b: %b" % header for header in request.headers.raw]
     head = b"\r\n".join(lines)
     if head.count(b"\n") + head.count(b"\r") != 2 * len(lines) - 2 or b"\0" in head:
         raise httpx.LocalProtocolError("a header holds a line break or a NUL")
-    return b"%b\r\n\r\n%b" % (head, content)
+    return b"%b\r\n\r\n%b" % (head, request.read())
 
 
 async def body_of(response: httpx.Response, limit: int | None = None) -> bytes:

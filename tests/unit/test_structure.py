@@ -23,7 +23,7 @@ FORBIDDEN = {
 }
 LONGEST_FUNCTION = 60
 # They only go down: who adds lines, words or a setting takes others away.
-CEILINGS = {"router": 23_184, "tests": 40_302, "words": 26_080, "settings": 108}
+CEILINGS = {"router": 23_097, "tests": 40_302, "words": 26_080, "settings": 108}
 # Of a streamed request, as scripts/structure.py counts it.
 PATH = {
     "modules a streamed request passes": 36,

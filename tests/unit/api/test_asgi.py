@@ -78,7 +78,7 @@ async def test_work_is_for_a_client_that_is_there() -> None:
     scope = scope_with()
     scope[OUT] = out = SentResponder()
     cancel_on_disconnect(scope)
-    assert out._task is asyncio.current_task()
+    assert out.task is asyncio.current_task()
     out.cycle.disconnected = True
     with pytest.raises(ClientGoneError):
         cancel_on_disconnect(scope)

@@ -166,7 +166,7 @@ async def test_a_client_that_leaves_ends_the_task_that_asked_for_it() -> None:
     begun = asyncio.Event()
 
     async def app(scope: Any, _receive: Any, _send: Any) -> None:
-        scope[OUT].cancel_on_disconnect(asyncio.current_task())
+        scope[OUT].task = asyncio.current_task()
         begun.set()
         await asyncio.sleep(60)
 
@@ -176,11 +176,11 @@ async def test_a_client_that_leaves_ends_the_task_that_asked_for_it() -> None:
     client.leave()
     await asyncio.wait({serving})
     assert serving.cancelled()
-    assert client.disconnected
+    assert client.cycle.disconnected
     assert not client.feed([b"a"])
     await client.send({"type": START, "status": 200})
     assert not wire.pieces
-    client.cancel_on_disconnect(None)
+    client.task = None
     client.leave()
 
 

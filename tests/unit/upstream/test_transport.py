@@ -557,7 +557,7 @@ async def test_an_engine_waits_for_a_reader_that_is_slow() -> None:
             for _ in range(100):
                 await asyncio.sleep(0)
         assert sent < size
-        (connection,) = made._active
+        (connection,) = made._connections
         assert connection.buffered <= READ_BUFFER_BYTES + (1 << 18), "one read of the socket more, at most"
         assert len(await text_of(response)) == size
 
@@ -635,6 +635,6 @@ async def test_streams_one_after_another_have_one_connection() -> None:
     async with engine_with(answers(CHUNKED[:END], CHUNKED[END:])) as engine, transport() as made:
         for _ in range(5):
             await read_stream(made, engine.url)
-            while made._active:
+            while not made._idle:
                 await asyncio.sleep(0)
         assert engine.connections == 1
