@@ -119,7 +119,7 @@ class App:
             self.pipeline, self._profiling, self._evaluation,
             server_state=self.state, keys=keys, settings=settings.telemetry, about=self._about,
         )  # fmt: skip
-        self._observe(settings)
+        self._observe()
         app, direct, local_names = self._served(settings)
         self._entry = RequestMiddleware(
             app, keys, telemetry, self.state,
@@ -163,7 +163,7 @@ class App:
             answer_observer=None,
         )
 
-    def _observe(self, settings: Settings) -> None:
+    def _observe(self) -> None:
         """Make what answers about requests; no setting changes it."""
         pipeline, tls = self.pipeline, self.tls
         self._metrics = Metrics(pipeline, self._evaluation, self._upstream.retries, self._about)

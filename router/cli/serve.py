@@ -32,7 +32,7 @@ from router.deployment.reloading import Asked
 from router.deployment.run import StartObserver, check_files, run
 from router.section import cache_dir
 from router.server.handover import HandoverClient, control_path
-from router.settings import load_settings
+from router.settings import Settings, load_settings
 from router.telemetry.logs import Logging
 from tiers.checkpoints.prepare import finished
 from tiers.errors import PlanError
@@ -68,7 +68,7 @@ def up(
     load = partial(load_settings, config, asked)
     settings = load()
     check_files(settings)
-    if on is Where.HERE and (asked_for := _tiers_for_gpus(settings)):
+    if on == "here" and (asked_for := _tiers_for_gpus(settings)):
         asked["tiers"] = asked_for
         settings = load()
     logging = Logging(settings.telemetry)
