@@ -89,7 +89,10 @@ def _chosen_text(choice: Choice, chosen: Estimate) -> str:
     if choice.basis is Basis.NEGLIGIBLE:
         good = "loses nothing" if loss.mean == 0 else f"is as good ({one_in(loss.mean)} gets worse, {loss.basis})"
         parts.append(f"{name} {good}, and {_cheap_text(choice, chosen, within)}")
-    alone = f"no tier but {name} serves now" if len(within) == 1 else f"no tier loses less than {name}"
+    alone = f"no tier loses less than {name}"
+    if len(within) == 1:
+        bound = any(each.obstacle is None and not each.meets for each in choice.asked)
+        alone = "no other tier meets the request's bounds" if bound else "no other tier serves now"
     return "; ".join(parts) or alone
 
 
