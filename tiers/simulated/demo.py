@@ -34,7 +34,7 @@ SETTINGS = """
 [server]
 drain_s = 3
 [model]
-name = "simulated engines, no model"
+name = "simulated engines"
 [engine]
 warmup_expected = "simulated"
 [profile]
