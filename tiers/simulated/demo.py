@@ -34,7 +34,7 @@ SETTINGS = """
 [server]
 drain_s = 3
 [model]
-name = "simulated engines, no model"
+name = "simulated engines"
 [engine]
 warmup_expected = "simulated"
 [profile]
@@ -130,11 +130,11 @@ async def run(router: str, load: float) -> None:
 async def send_load(router: str, per_s: float) -> None:
     """Send requests to a router, as a Poisson process; while it is not ready none, and those that are open are given up."""
     chance = random.Random()  # noqa: S311  no secret
-    waiting: set[asyncio.Task[bool]] = set()
+    waiting: set[asyncio.Task[None]] = set()
     async with httpx.AsyncClient(base_url=router, trust_env=False, timeout=TIMEOUT_S, verify=False) as client:  # noqa: S501
         while True:
-            if await _answered(client, "GET", "/readyz"):
-                task = asyncio.create_task(_answered(client, "POST", "/generate", some_request(chance)))
+            if await _ready(client):
+                task = asyncio.create_task(_answered(client, some_request(chance)))
                 waiting.add(task)
                 task.add_done_callback(waiting.discard)
             else:
@@ -156,10 +156,17 @@ def some_request(chance: random.Random) -> dict[str, Any]:
     return body
 
 
-async def _answered(client: httpx.AsyncClient, method: str, path: str, body: Any = None) -> bool:
+async def _ready(client: httpx.AsyncClient) -> bool:
+    """Tell whether the router serves, and waits for no tier."""
     with contextlib.suppress(httpx.HTTPError):
-        return (await client.request(method, path, json=body)).is_success
+        answer = await client.get("/readyz")
+        return answer.is_success and not {"starting", "warming"} & set(answer.json()["tiers"].values())
     return False
+
+
+async def _answered(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    with contextlib.suppress(httpx.HTTPError):
+        await client.post("/generate", json=body)
 
 
 if __name__ == "__main__":
