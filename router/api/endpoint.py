@@ -177,7 +177,7 @@ def answer_headers(active: ActiveRequest, settings: TelemetrySettings) -> dict[s
         headers["x-qarr-queue-ms"] = f"{queued.waited_ms:.0f}"
     if decision.degraded:
         headers["x-qarr-degraded"] = ", ".join(decision.degraded)
-    if address := settings.trace_address(active.context.trace_id):
+    if settings.trace_url and (address := settings.trace_address(active.context.trace_id)):
         headers["x-qarr-trace-url"] = address
     if decision.query.truncated:
         headers["x-qarr-truncated"] = decision.query.truncated

@@ -15,7 +15,6 @@ from typing import Any
 
 from starlette.types import Send
 
-from router.aio import Signal
 from router.api.asgi import body_message
 from router.server.settings import ServerSettings
 
@@ -62,7 +61,7 @@ class ResumableStream:
         self.oldest = 1  # number of the oldest kept event
         self.reader: object | None = None
         self._fault: Exception | None = None
-        self.news, self._room = Signal(), Signal()
+        self.news, self._room = asyncio.Event(), asyncio.Event()
 
     @property
     def newest(self) -> int:

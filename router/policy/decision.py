@@ -289,7 +289,10 @@ class Decision:
 
     @property
     def chosen(self) -> Estimate | None:
-        return next((each for each in self.choice.estimates if each.tier is self.tier), None)
+        for each in self.choice.estimates:
+            if each.tier is self.tier:
+                return each
+        return None
 
     @property
     def precision(self) -> str | None:

@@ -54,8 +54,8 @@ class LossTally:
     """Answers since the start whose tier the policy chose."""
 
     answers: int = 0  # their number
-    lost: float = 0.0  # answers whose tier the policy chose that are expected to be worse than the highest precision's
-    allowed: float = 0.0  # answers whose tier the policy chose that the loss budget would have allowed to be worse
+    lost: float = 0.0  # of them, expected to be worse than the highest precision's
+    allowed: float = 0.0  # of them, those that the loss budget would have allowed to be worse
 
 
 class PolicyStore:

@@ -22,15 +22,15 @@ FORBIDDEN = {
 }
 LONGEST_FUNCTION = 60
 # They only go down: who adds lines, words or a setting takes others away.
-CEILINGS = {"router": 23_097, "tests": 40_302, "words": 26_080, "settings": 108}
+CEILINGS = {"router": 23_000, "tests": 40_235, "words": 26_080, "settings": 108}
 # Of a streamed request, as scripts/structure.py counts it.
 PATH = {
-    "modules a streamed request passes": 36,
-    "own functions a streamed request passes": 206,
-    "calls of own functions in a request of 20 chunks": 472,
-    "own functions for each chunk": 10,
-    "calls of own functions for each chunk": 10,
-    "deepest stack of own functions": 19,
+    "modules a streamed request passes": 34,
+    "own functions a streamed request passes": 185,
+    "calls of own functions in a request of 20 chunks": 429,
+    "own functions for each chunk": 9,
+    "calls of own functions for each chunk": 9,
+    "deepest stack of own functions": 18,
     "deepest stack for a chunk": 4,
 }
 ADDRESSES = re.compile(r"https?://[\w.-]*(?:pypi\.org|pythonhosted|download\.pytorch|registry\.npmjs)")
