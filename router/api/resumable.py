@@ -103,7 +103,6 @@ class ResumableStream:
         return True
 
     def failed(self, error: Exception) -> None:
-        """End the stream with an error; the first error counts."""
         self._fault = self._fault or error
         self.news.set()
 

@@ -257,7 +257,6 @@ class Choice(NamedTuple):
         return [each for each in self.estimates if each.tier is self.query.hint]
 
     def rank(self, tier: TierName | None) -> int:
-        """Return a tier's place by rising precision; -1 of None."""
         return next((place for place, each in enumerate(self.estimates) if each.tier is tier), -1)
 
 

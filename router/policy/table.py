@@ -87,7 +87,6 @@ class PolicyStore:
 
     @property
     def _adapter_files(self) -> dict[str, Path]:
-        """Return where the quality profiles of the adapters are that tiers offer, by adapter."""
         names = {name for spec in self._fleet.specs for name in spec.adapters}
         identities, folder = self._identities, self._settings.profiles
         return {name: folder / profile_name(identities, name) for name in sorted(names)}
@@ -148,7 +147,6 @@ class PolicyStore:
         return frozenset({c.tier for c in quality.counts} | {REFERENCE}) if quality and quality.whole else frozenset()
 
     async def watch(self) -> None:
-        """Load profiles that are made or changed, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.reload()
