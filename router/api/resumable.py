@@ -166,7 +166,10 @@ class ResumableStreams:
         self, owner: str, work: Callable[[ResumableStream], Coroutine[Any, Any, None]], request_id: str
     ) -> ResumableStream | None:
         """Start a stream that only its owner's key may resume; None if the key, or nobody, may have another."""
-        if not self._has_capacity(owner):
+        own = [stream for stream in self._streams.values() if stream.owner == owner]
+        free = self.bounds.resume_streams - len(self._streams)
+        full = owner and len(own) >= SHARE * max(free, 1)
+        if (full or free <= 0) and not self._drop_unread(own if full else self._streams.values()):
             return None
         stream = ResumableStream(owner, self.bounds.resume_bytes)
         self._streams[stream.id] = stream
@@ -244,14 +247,6 @@ class ResumableStreams:
         for stream in list(self._streams.values()):
             self.drop(stream)
         await asyncio.gather(*self._ending, return_exceptions=True)
-
-    def _has_capacity(self, owner: str) -> bool:
-        """Tell whether a key gets another stream; drop an unread one that is over if that is needed."""
-        own = [stream for stream in self._streams.values() if stream.owner == owner]
-        free = self.bounds.resume_streams - len(self._streams)
-        if owner and len(own) >= SHARE * max(free, 1):
-            return self._drop_unread(own)
-        return free > 0 or self._drop_unread(self._streams.values())
 
     def _drop_unread(self, streams: Iterable[ResumableStream]) -> bool:
         unread = next((stream for stream in streams if stream.over and stream.reader is None), None)

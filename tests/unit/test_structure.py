@@ -22,7 +22,7 @@ FORBIDDEN = {
 }
 LONGEST_FUNCTION = 60
 # They only go down: who adds lines, words or a setting takes others away.
-CEILINGS = {"router": 22_918, "tests": 40_235, "words": 26_080, "settings": 108}
+CEILINGS = {"router": 22_905, "tests": 40_235, "words": 26_080, "settings": 108}
 # Of a streamed request, as scripts/structure.py counts it.
 PATH = {
     "modules a streamed request passes": 34,
