@@ -1,4 +1,4 @@
-"""Waiting for, finishing and ending asyncio tasks."""
+"""Finishing and ending asyncio tasks."""
 
 from __future__ import annotations
 
@@ -7,35 +7,6 @@ from collections.abc import Callable, Collection, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-
-
-class Signal:
-    """As ``asyncio.Event``, without the deque of 760 bytes that each of those holds: there are thousands."""
-
-    __slots__ = ("_set", "_waiters")
-
-    def __init__(self) -> None:
-        self._set = False
-        self._waiters: list[asyncio.Future[None]] | None = None
-
-    def set(self) -> None:
-        self._set = True
-        for waiter in self._waiters or ():
-            if not waiter.done():
-                waiter.set_result(None)
-
-    def clear(self) -> None:
-        self._set = False
-
-    async def wait(self) -> None:
-        if self._set:
-            return
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters = [*(self._waiters or ()), waiter]
-        try:
-            await waiter
-        finally:
-            self._waiters = [other for other in self._waiters if other is not waiter] or None
 
 
 class Finishing:

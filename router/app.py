@@ -164,7 +164,6 @@ class App:
         )
 
     def _observe(self) -> None:
-        """Make what answers about requests; no setting changes it."""
         pipeline, tls = self.pipeline, self.tls
         self._metrics = Metrics(pipeline, self._evaluation, self._upstream.retries, self._about)
         if tls is not None:

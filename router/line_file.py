@@ -33,7 +33,6 @@ class Losses(logging.Handler):
     _lost, _last = 0, 0.0
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802  the library's name
-        """Count a lost line; the first one is logged."""
         self._lost, self._last = self._lost + 1, time.monotonic()
         if self._lost == 1:
             error = sys.exception()
@@ -63,7 +62,6 @@ class PrivateFile(Losses, RotatingFileHandler):
         )
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the library's name
-        """Count a lost line, and begin anew: what is left of it must not come before the next one."""
         super().handleError(record)
         with suppress(OSError):
             self.close()

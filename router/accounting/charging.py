@@ -73,7 +73,6 @@ class Charging:
     _made: tuple[tuple[object, ...], Pricing] | None = field(default=None, init=False)
 
     def use(self, settings: Settings) -> None:
-        """Take other prices and budgets; they hold from the next request on."""
         self.prices, self.reservations.settings = settings.policy.prices, settings.budgets
 
     @property

@@ -20,18 +20,7 @@ from tiers.private_files import make_private_folder, open_private
 
 T = TypeVar("T")
 BUSY_S = 10.0  # that a change waits for those of other processes
-_TABLES = """
-CREATE TABLE IF NOT EXISTS spent (
-  account TEXT, period TEXT, engine_us INTEGER, money_u INTEGER, PRIMARY KEY (account, period)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS held (
-  account TEXT, id TEXT, day TEXT, month TEXT, engine_us INTEGER, money_u INTEGER, ends REAL,
-  PRIMARY KEY (account, id)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS settled (id TEXT PRIMARY KEY, at REAL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS usage (
-  day TEXT, key TEXT, team TEXT, tier TEXT, requests INTEGER, prompt_tokens INTEGER, cached_tokens INTEGER,
-  output_tokens INTEGER, engine_us INTEGER, money_u INTEGER, highest_engine_us INTEGER, highest_money_u INTEGER,
-  PRIMARY KEY (day, key, team, tier)) WITHOUT ROWID;
-"""
+_TABLES = Path(__file__).with_name("tables.sql")
 
 
 class Database:
@@ -100,7 +89,7 @@ class Database:
             with self._turn():
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA synchronous = NORMAL")
-                connection.executescript(_TABLES)
+                connection.executescript(_TABLES.read_text("utf-8"))
         except BaseException:
             connection.close()
             raise

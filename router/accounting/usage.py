@@ -64,7 +64,6 @@ class UsageLog:
         self.observers: list[Callable[[Row, Use], None]] = []
 
     def offer(self, record: RequestRecord) -> None:
-        """Take note of a request that has ended; what it cost is found out later."""
         if record.usage or (record.served.overflow is not None and record.key_id):
             self._records.append(record)
 

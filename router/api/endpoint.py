@@ -89,8 +89,13 @@ class Answering:
         pipeline, server = service.pipeline, service.settings.server
         body = await read_body(scope, receive, server.max_body_bytes)
         cancel_on_disconnect(scope)
-        if endpoint.resumes and (last_event_id := context.header(b"last-event-id")):
-            await self._reconnect(last_event_id, context, scope, receive, send)
+        if endpoint.resumes and (last_event_id := context.header(b"last-event-id")):  # the body is sent again as it was
+            stream, after = service.streams.find(last_event_id, context.caller.key_id)
+            if stream.over and after == stream.newest:
+                service.streams.drop(stream)
+                await Response(status_code=204, headers=context.headers)(scope, receive, send)
+            else:
+                await self._read(stream, after, context, send)
             return
         call = await endpoint.read(body, context, service)
         del body  # not to be held for as long as the answer takes
@@ -100,9 +105,8 @@ class Answering:
             out.await_first(server.silence_s, start_message(context.headers, EVENT_STREAM, STREAM_HEADERS))
         if call.resumable:
             make = partial(self._respond, call, decision)
-            stream = service.streams.open(context.caller.key_id, make, context.request_id)
-            if stream is not None:
-                await self._read(stream, 0, context, send)
+            if (kept := service.streams.open(context.caller.key_id, make, context.request_id)) is not None:
+                await self._read(kept, 0, context, send)
                 return
             call = replace(call, resumable=False)
         await self._respond(call, decision, out)
@@ -151,18 +155,6 @@ class Answering:
             event = describe(error).event(error_form(self.endpoint.path), context.ids)
             await send(body_message(event + SEPARATOR, more=False))
 
-    async def _reconnect(
-        self, last_event_id: str, context: RequestContext, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        """Go on with a stream; the request's body, which clients send again as it was, is not looked at."""
-        streams = self.service.streams
-        stream, after = streams.find(last_event_id, context.caller.key_id)
-        if stream.over and after == stream.newest:
-            streams.drop(stream)
-            await Response(status_code=204, headers=context.headers)(scope, receive, send)
-            return
-        await self._read(stream, after, context, send)
-
 
 def answer_headers(active: ActiveRequest, settings: TelemetrySettings) -> dict[str, str]:
     answer, decision, queued = active.answer, active.decision, active.slot or active.diverted
@@ -177,7 +169,7 @@ def answer_headers(active: ActiveRequest, settings: TelemetrySettings) -> dict[s
         headers["x-qarr-queue-ms"] = f"{queued.waited_ms:.0f}"
     if decision.degraded:
         headers["x-qarr-degraded"] = ", ".join(decision.degraded)
-    if address := settings.trace_address(active.context.trace_id):
+    if settings.trace_url and (address := settings.trace_address(active.context.trace_id)):
         headers["x-qarr-trace-url"] = address
     if decision.query.truncated:
         headers["x-qarr-truncated"] = decision.query.truncated

@@ -94,7 +94,6 @@ class Models:
         return [card for card in cards if allowed is None or card["tiers"]]
 
     def _card(self, name: str, choice: Choice, allowed: frozenset[TierName] | None) -> dict[str, Any]:
-        """Return what is told of a model; an adapter's parent is the model itself, behind it are the tiers that have it."""
         specs = [
             s for s in self.fleet.specs if choice.tier in {"auto", s.name} and (allowed is None or s.name in allowed)
         ]

@@ -207,7 +207,6 @@ class PassedEvents:
         return self._out.feed(events)
 
     def end(self) -> list[bytes]:
-        """Return the engine's last event, with the report where it was asked for."""
         last = self._last if self._report is None else with_member(self._last, "qarr", self._report)
         return [last + SEPARATOR]
 

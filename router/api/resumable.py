@@ -15,7 +15,6 @@ from typing import Any
 
 from starlette.types import Send
 
-from router.aio import Signal
 from router.api.asgi import body_message
 from router.server.settings import ServerSettings
 
@@ -62,7 +61,7 @@ class ResumableStream:
         self.oldest = 1  # number of the oldest kept event
         self.reader: object | None = None
         self._fault: Exception | None = None
-        self.news, self._room = Signal(), Signal()
+        self.news, self._room = asyncio.Event(), asyncio.Event()
 
     @property
     def newest(self) -> int:
@@ -104,7 +103,6 @@ class ResumableStream:
         return True
 
     def failed(self, error: Exception) -> None:
-        """End the stream with an error; the first error counts."""
         self._fault = self._fault or error
         self.news.set()
 
@@ -168,7 +166,10 @@ class ResumableStreams:
         self, owner: str, work: Callable[[ResumableStream], Coroutine[Any, Any, None]], request_id: str
     ) -> ResumableStream | None:
         """Start a stream that only its owner's key may resume; None if the key, or nobody, may have another."""
-        if not self._has_capacity(owner):
+        own = [stream for stream in self._streams.values() if stream.owner == owner]
+        free = self.bounds.resume_streams - len(self._streams)
+        full = owner and len(own) >= SHARE * max(free, 1)
+        if (full or free <= 0) and not self._drop_unread(own if full else self._streams.values()):
             return None
         stream = ResumableStream(owner, self.bounds.resume_bytes)
         self._streams[stream.id] = stream
@@ -246,14 +247,6 @@ class ResumableStreams:
         for stream in list(self._streams.values()):
             self.drop(stream)
         await asyncio.gather(*self._ending, return_exceptions=True)
-
-    def _has_capacity(self, owner: str) -> bool:
-        """Tell whether a key gets another stream; drop an unread one that is over if that is needed."""
-        own = [stream for stream in self._streams.values() if stream.owner == owner]
-        free = self.bounds.resume_streams - len(self._streams)
-        if owner and len(own) >= SHARE * max(free, 1):
-            return self._drop_unread(own)
-        return free > 0 or self._drop_unread(self._streams.values())
 
     def _drop_unread(self, streams: Iterable[ResumableStream]) -> bool:
         unread = next((stream for stream in streams if stream.over and stream.reader is None), None)

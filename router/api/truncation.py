@@ -31,7 +31,6 @@ class Cutter:
     template: TemplateTokens
 
     def text(self, text: str, most: int) -> str:
-        """Return a text of at most so many tokens: its end, or its beginning and its end."""
 
         def piece(chars: int) -> str:
             if self.how == "oldest":
@@ -101,7 +100,6 @@ class Cutter:
         )
 
     def disclosed(self, call: Call, messages: int) -> str:
-        """Return what is told of a call that was cut: how many tokens and messages were dropped."""
         left = call.query(call.prompt.classify(self.counter), self.template).prompt_tokens
         return f"{self.how}; dropped_tokens={self.before - left}; dropped_messages={messages}"
 

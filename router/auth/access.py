@@ -42,7 +42,6 @@ class KeyStore:
 
     @property
     def callers(self) -> list[Caller]:
-        """The callers of all keys in force, in the file's order."""
         self._refresh()
         return list(self._callers.values())
 

@@ -292,7 +292,6 @@ class RedisLedger:
         raise TimeoutError
 
     async def give_back(self, unused: Refund) -> None:
-        """Give back what a request did not use, if Redis took it."""
         second = "" if unused.second is None else unused.second
         numbers = [second, unused.requests, unused.tokens, unused.slot, WINDOW_S + 2, LEASE_S]
         await self._give_back(keys=_names(unused.key_id), args=numbers)

@@ -96,7 +96,6 @@ def idle_fleet(settings: Settings) -> FleetSnapshot:
 
 
 def looked_at_again(prompt: str, features: PromptFeatures, counter: TokenCounter) -> PromptFeatures:
-    """Return the features after a second look, where that may change them."""
     second = load_second_look() if features.doubtful else None
     return features if second is None else extract(prompt, counter, second=second.read(prompt))
 

@@ -72,7 +72,6 @@ def tier_settings(settings: Settings) -> list[Any]:
 
 
 def clock(started: float) -> str:
-    """Return the time since a command began (monotonic seconds), for the head of a line."""
     return f"{time.monotonic() - started:6.1f} s"
 
 
@@ -99,7 +98,6 @@ def printable(text: str) -> str:
 
 
 def output(piped_width: int) -> Console:
-    """Return a console for standard output without markup; it has a fixed width if that is not a terminal."""
     return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else piped_width)
 
 

@@ -68,7 +68,7 @@ class RequestMiddleware:
         task = asyncio.current_task()
         assert task is not None
         out: Responder = scope[OUT]
-        out.through(send, self._server_state)
+        out.outer, out.server_state = send, self._server_state
         self._server_state.active_requests.add(task)
         try:
             await self._enter(scope, receive, out)

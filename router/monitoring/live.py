@@ -128,7 +128,6 @@ class Live:
 
     @contextmanager
     def watching(self, caller: Caller) -> Iterator[Reader]:
-        """Return a reader that starts with the last records and a snapshot."""
         reader = Reader(caller)
         seen = [record for record in self._pipeline.registry.recent if caller.sees(record.key_id)]
         for record in seen[-FIRST_RECORDS:]:

@@ -97,7 +97,6 @@ class RequestMetrics:
         self._http(route, method if method in METHODS else "other", status).inc()
 
     def observe(self, record: RequestRecord) -> None:
-        """Count a request that has ended, and measure it if somebody began to answer it."""
         decision, outcome, served = record.decision, record.outcome, record.served
         began = served.tier or (OVERFLOW if served.overflow is not None else None)
         kind, tier = decision.query.features.prompt_class, began or NO_TIER

@@ -37,7 +37,6 @@ class Page:
         return self._settings.page == "on"
 
     async def answer(self, request: Request) -> Response:
-        """Answer with the document, with 304 to a browser that has it, or with 404 where the page is off."""
         if not self.on:
             raise HTTPException(404)
         if self._headers["etag"] in request.headers.get("if-none-match", ""):

@@ -66,7 +66,6 @@ class Status:
         return json_response(body, 200 if ready else 503)
 
     async def health(self, _request: Request) -> Response:
-        """Answer with the health of the whole, and what is wrong: 503 while no tier is ready or the router shuts down."""
         notes = [*self._fleet.notes.values(), *self._notes()]
         health = health_of(self._fleet.snapshot(), notes, serves=self._server_state.open)
         return json_response(health, 503 if health["status"] == "unhealthy" else 200)
@@ -77,7 +76,6 @@ class Status:
         return [*self._keys.notes, *self._reservations.notes, *file]
 
     async def tiers(self, request: Request) -> Response:
-        """Answer with the present fleet; only operators see the engines' addresses."""
         inside = context_of(request.scope).caller.sees_all
         fleet, model = self._fleet, self._about["model"]
         shown = render_fleet(fleet.snapshot(), model, fleet.machine, fleet.sources, inside=inside)

@@ -115,7 +115,6 @@ class UsageEndpoint:
         return [Route("/usage", self.answer, methods=["GET"])]
 
     async def answer(self, request: Request) -> Response:
-        """Answer with how far budgets are used, and what was used on each day from ``from`` to ``to``."""
         caller, ledger = context_of(request.scope).caller, self._charging.reservations.ledger
         first, last = _day(request, "from"), _day(request, "to")
         own = {each.key_id: each for each in (*self._keys.callers, caller) if caller.sees(each.key_id)}

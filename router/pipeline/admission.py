@@ -223,7 +223,6 @@ class Admission:
         return self._granted[tier] % OLDEST_EVERY == OLDEST_EVERY - 1
 
     def _settle(self, queued: _Queued, decision: Decision, reserved: Collection[str]) -> bool:
-        """Admit or refuse a request as decided; return False if it has to go on waiting."""
         if decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY:
             self._queue.remove(queued)
             queued.turn.set_exception(RequestRefusedError(decision))

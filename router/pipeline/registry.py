@@ -107,7 +107,6 @@ class RequestRegistry:
         return request
 
     def end(self, request: ActiveRequest, error: BaseException | None) -> None:
-        """Make the record of a request, and show it to whoever looks: the log, where it wants such lines, and observers."""
         del self._open[id(request)]
         now = time.monotonic()
         record = self._record(request, error, now)

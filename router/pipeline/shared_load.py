@@ -59,7 +59,6 @@ class SharedLoad:
             self._give_all(Share(0, math.inf))
 
     async def run(self) -> None:
-        """Exchange reports until cancelled. Return at once without Redis."""
         while self._redis is not None:
             try:
                 if await self.exchange():

@@ -259,7 +259,6 @@ class Choice(NamedTuple):
         return [each for each in self.estimates if each.tier is self.query.hint]
 
     def rank(self, tier: TierName | None) -> int:
-        """Return a tier's place by rising precision; -1 of None."""
         return next((place for place, each in enumerate(self.estimates) if each.tier is tier), -1)
 
 
@@ -291,7 +290,10 @@ class Decision:
 
     @property
     def chosen(self) -> Estimate | None:
-        return next((each for each in self.choice.estimates if each.tier is self.tier), None)
+        for each in self.choice.estimates:
+            if each.tier is self.tier:
+                return each
+        return None
 
     @property
     def precision(self) -> str | None:

@@ -110,7 +110,9 @@ def _against(choice: Choice, estimate: Estimate) -> str:
     if estimate.obstacle is not None:
         return estimate.obstacle_text
     if estimate.lossy:
-        return _lossy_text(estimate, choice.query)
+        loss, bound = estimate.loss, choice.query.sla.max_quality_loss
+        wrong = f"may get {estimate.worst:.3f} of answers wrong (expected {loss.mean:.3f}, {loss.basis})"
+        return f"{wrong}, {bound:g} allowed"
     if estimate.slow:
         return _slow_text(estimate, choice.query, choice.z)
     return _unfit(choice, estimate)
@@ -142,11 +144,6 @@ def _slow_text(estimate: Estimate, query: Query, z: float) -> str:
             unsure = "" if expected > bound else f", up to {safe:.0f} at the requested confidence"
             found = f"{name} of {expected:.0f} ms expected{unsure}, {bound:g} allowed"
     return found
-
-
-def _lossy_text(estimate: Estimate, query: Query) -> str:
-    loss, bound = estimate.loss, query.sla.max_quality_loss
-    return f"may get {estimate.worst:.3f} of answers wrong (expected {loss.mean:.3f}, {loss.basis}), {bound:g} allowed"
 
 
 def _no_better(asked: Sequence[Estimate]) -> str:

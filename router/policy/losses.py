@@ -15,7 +15,9 @@ loss of a kind is scaled by what all answers of its class say, so that kinds wit
 from __future__ import annotations
 
 import math
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import TYPE_CHECKING
 
@@ -37,44 +39,11 @@ UNLIKE = 0.3  # standard deviation of a published loss that the answers contradi
 LEAST = 1e-4  # published losses below this are not told apart
 Z95 = NormalDist().inv_cdf(0.975)
 
-# Published losses of 4-bit weights and of FP8 for trivial, moderate and complex prompts. With 4 bits, 11 % of right
-# answers to mathematical tasks are lost on average and up to 32 % (arXiv 2501.03035, 2505.11574), about 1 % of those to
-# general tasks and more of code (2411.02355), and several times as many in languages other than English (2407.03211) and
-# on long documents (2505.20276), where 8 bits lose about 0.8 %. FP8 is lossless within noise at 8B to 405B (2411.02355).
-# What takes one step or one fact flips where the model itself is undecided (2407.09141), which we take as 1 in 1,000.
-_PUBLISHED: dict[str, dict[PromptClass, tuple[float, float, float]]] = {
-    "int4": {
-        PromptClass.CHAT: (0.001, 0.010, 0.030),
-        PromptClass.WRITING: (0.003, 0.010, 0.030),
-        PromptClass.EXTRACTION: (0.003, 0.015, 0.040),
-        PromptClass.MULTILINGUAL: (0.008, 0.030, 0.060),
-        PromptClass.CODE: (0.010, 0.040, 0.080),
-        PromptClass.MATH: (0.001, 0.060, 0.110),
-        PromptClass.LONG_CONTEXT: (0.020, 0.040, 0.080),
-    },
-    "fp8": {
-        PromptClass.CHAT: (0.0005, 0.002, 0.004),
-        PromptClass.WRITING: (0.0005, 0.002, 0.004),
-        PromptClass.EXTRACTION: (0.001, 0.003, 0.005),
-        PromptClass.MULTILINGUAL: (0.001, 0.004, 0.006),
-        PromptClass.CODE: (0.002, 0.004, 0.008),
-        PromptClass.MATH: (0.0005, 0.006, 0.010),
-        PromptClass.LONG_CONTEXT: (0.002, 0.006, 0.010),
-    },
-}
-# Other precisions, as a row and a factor: INT8 loses 1 to 3 % on average (2411.02355); FP4 and what is not known count as
-# 4-bit weights; 16 bits lose nothing.
-_LIKE: dict[str, tuple[str, float]] = {
-    "int4": ("int4", 1.0),
-    "fp4": ("int4", 1.0),
-    "fp6": ("fp8", 2.0),
-    "int8": ("fp8", 4.0),
-    "fp8": ("fp8", 1.0),
-    "fp16": ("fp8", 0.0),
-    "bf16": ("fp8", 0.0),
-    "fp32": ("fp8", 0.0),
-    "unknown": ("int4", 1.0),
-}
+_FILE = tomllib.loads(Path(__file__).with_name("published_losses.toml").read_text("utf-8"))
+_PUBLISHED: dict[str, dict[PromptClass, list[float]]] = {
+    row: {PromptClass(kind): each for kind, each in kinds.items()} for row, kinds in _FILE["losses"].items()
+}  # for trivial, moderate and complex prompts
+_LIKE = {name: (str(like["row"]), float(like["factor"])) for name, like in _FILE["like"].items()}
 CLASSES = tuple(_PUBLISHED["int4"])
 # Classes that may be taken for one another; code is told by its marks, a long context by its length.
 DOUBTFUL = tuple(kind for kind in JUDGED if kind is not PromptClass.UNKNOWN)

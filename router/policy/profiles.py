@@ -115,7 +115,6 @@ class QualityProfile(_Profile):
 
 
 def profile_name(checkpoints: Mapping[TierName, str | None], adapter: str | None = None) -> str:
-    """Return the file name of the profile of these checkpoints, with an adapter or without."""
     digests = _digests(checkpoints)
     if adapter is not None:
         digests.append(f"adapter {adapter}")
@@ -238,7 +237,6 @@ class LatencyProfile(_Profile):
 
 
 def latency_name(checkpoints: Mapping[TierName, str | None], machine: str) -> str:
-    """Return the file name of the profile of these checkpoints on this machine."""
     parts = _digests(checkpoints), machine
     return f"latency-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.json"
 

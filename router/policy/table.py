@@ -54,8 +54,8 @@ class LossTally:
     """Answers since the start whose tier the policy chose."""
 
     answers: int = 0  # their number
-    lost: float = 0.0  # answers whose tier the policy chose that are expected to be worse than the highest precision's
-    allowed: float = 0.0  # answers whose tier the policy chose that the loss budget would have allowed to be worse
+    lost: float = 0.0  # of them, expected to be worse than the highest precision's
+    allowed: float = 0.0  # of them, those that the loss budget would have allowed to be worse
 
 
 class PolicyStore:
@@ -87,7 +87,6 @@ class PolicyStore:
 
     @property
     def _adapter_files(self) -> dict[str, Path]:
-        """Return where the quality profiles of the adapters are that tiers offer, by adapter."""
         names = {name for spec in self._fleet.specs for name in spec.adapters}
         identities, folder = self._identities, self._settings.profiles
         return {name: folder / profile_name(identities, name) for name in sorted(names)}
@@ -148,7 +147,6 @@ class PolicyStore:
         return frozenset({c.tier for c in quality.counts} | {REFERENCE}) if quality and quality.whole else frozenset()
 
     async def watch(self) -> None:
-        """Load profiles that are made or changed, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.reload()

@@ -164,7 +164,6 @@ class _Run:
         return 2 + TIMES * lengths + sum(batch <= limits.max_num_seqs for batch in BATCHES)
 
     async def alone(self, tier: TierName) -> None:
-        """Measure one tier while the others are idle, within its share of the budget."""
         until_s = self._spent_s + self._plan.budget_s * ALONE_SHARE / len(self._tiers)
         through, limits = self._done + self._steps(tier), self._fleet.tiers[tier]
         warm = await self._step(f"{tier}: warming", tier, lambda bench: bench.burst(1, 4), keep=False)

@@ -46,7 +46,6 @@ def keep_quality(folder: Path, profile: QualityProfile) -> Path:
 
 
 def keep_latency(folder: Path, profile: LatencyProfile) -> Path:
-    """Write a latency profile, with earlier measurements of tiers that it lacks; return its path."""
     path = folder / latency_name(profile.checkpoints, profile.machine)
     if path.exists() and profile.checkpoints.keys() - {fit.tier for fit in profile.fits}:
         profile = profile.with_others(load_latency(path))

@@ -11,17 +11,15 @@ import contextlib
 import logging
 import resource
 import socket
-from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import httptools
 from starlette.responses import Response
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from router.aio import Signal
 from router.server.errors import (
     BodyTooLargeError,
     HeadTooLargeError,
@@ -100,7 +98,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.pipeline = cast("deque[tuple[RequestResponseCycle, ASGI3Application]]", _Line())
         beyond = len(self.connections) - self.bounds.max_connections
         if beyond > SPARE_CONNECTIONS:
             transport.abort()
@@ -195,7 +192,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         # The transport as a request sees it: the protocol decides how the connection closes.
         out = SimpleNamespace(write=self.transport.write, is_closing=self.transport.is_closing, close=self._end)
         self.cycle.transport = cast("asyncio.Transport", out)
-        self.cycle.message_event = cast("asyncio.Event", Signal())
         if self.parser.should_upgrade():
             self.cycle.keep_alive = False  # CONNECT: nothing after it could be read
 
@@ -350,11 +346,3 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         log.info("a client did not take its answer %s: cut", why)
         self.untaken.pop(self, None)
         self.transport.abort()
-
-
-class _Line(list[Any]):
-    """The queue of pipelined requests. A list: an empty deque takes 760 bytes, and few connections pipeline requests."""
-
-    def appendleft(self, item: Any) -> None:
-        """Add a request; ``pop`` takes the oldest."""
-        self.insert(0, item)

@@ -8,7 +8,7 @@ request that asks for it is cancelled when its client leaves.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, Scope
@@ -30,8 +30,8 @@ class Responder:
     """
 
     __slots__ = (
-        *("_app", "_chunked", "_early", "_head", "_left", "_outer", "_server_state", "_timer"),
-        *("begun", "complete", "cycle", "early", "status", "streams", "task"),
+        *("_app", "_chunked", "_early", "_head", "_left", "_timer", "begun", "complete", "cycle", "early", "outer"),
+        *("server_state", "status", "streams", "task"),
     )
 
     def __init__(self, app: ASGI3Application, cycle: RequestResponseCycle) -> None:
@@ -42,18 +42,14 @@ class Responder:
         self.task: asyncio.Task[Any] | None = None  # cancelled once the client leaves before it has the whole answer
         self._timer: asyncio.TimerHandle | None = None
         self._early: asyncio.Task[None] | None = None
-        self._outer: Any = None
-        self._server_state: ServerState | None = None
+        self.outer: Any = None  # by which heads pass the layers around the application; bodies are of no use to them
+        self.server_state: ServerState | None = None
         self.begun = self.streams = self.early = self.complete = False
         self.status = CLIENT_GONE
 
     async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, _send: ASGISendCallable) -> None:
         scope[OUT] = self  # type: ignore[literal-required]
         await self._app(scope, receive, self.send)
-
-    def through(self, outer: Callable[[Any], Awaitable[None]], server_state: ServerState) -> None:
-        """Let heads pass the layers around the application by ``outer``; bodies are of no use to them."""
-        self._outer, self._server_state = outer, server_state
 
     def leave(self) -> None:
         self.cycle.disconnected = True
@@ -77,10 +73,10 @@ class Responder:
             self.begun, self.status = True, message["status"]
             media_type = dict(message.get("headers", ())).get(b"content-type", b"")
             self.streams = media_type.startswith(b"text/event-stream")
-            if self._server_state is not None and self._server_state.state is not ServerPhase.OPEN:
+            if self.server_state is not None and self.server_state.state is not ServerPhase.OPEN:
                 others = [(name, value) for name, value in message.get("headers", ()) if name != b"connection"]
                 message = {**message, "headers": [*others, (b"connection", b"close")]}
-        await self._outer(message)
+        await self.outer(message)
 
     def await_first(self, interval_s: float, head: Any) -> None:
         """Send a stream's head if it is late by this, then comments at this interval: proxies cut what is silent."""
@@ -88,7 +84,7 @@ class Responder:
 
     def _begin_early(self, interval_s: float, head: Any) -> None:
         async def keep_alive() -> None:
-            await self._outer(head)  # cancelled while the client takes no more, it has sent nothing
+            await self.outer(head)  # cancelled while the client takes no more, it has sent nothing
             self.begun = self.streams = self.early = True
             self.status = head["status"]
             while True:
@@ -108,7 +104,7 @@ class Responder:
         """Forget what leads from a request that has ended back to it."""
         if self._timer is not None:
             self.stop_waiting()
-        self.task = self._outer = None
+        self.task = self.outer = None
 
     def feed(self, events: Sequence[bytes]) -> bool:
         """Send events of a stream that has begun, its head with the first; tell whether the client takes more now."""

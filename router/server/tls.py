@@ -27,8 +27,6 @@ class TlsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A certificate with its key, as loaded."""
-
     context: ssl.SSLContext  # that shows it
     expires: float  # when the first certificate of the chain does, in seconds since 1970
     state: State  # of its files

@@ -164,7 +164,6 @@ class RequestRecord(NamedTuple):
 
 
 def render_record(record: RequestRecord) -> dict[str, Any]:
-    """Return a record as JSON values, with the report on every tier."""
     return {**render_summary(record), "tiers": render_estimates(record.decision)}
 
 

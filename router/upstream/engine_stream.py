@@ -59,7 +59,6 @@ class OverflowHold:
     first_token = produced = finished = failed = note
 
     def release(self) -> None:
-        """Give the place back. Only the first call counts."""
         if not self._released:
             self._released = True
             self.free()

@@ -1,24 +1,22 @@
 """A JSON object that keeps its text: values can be read, and some of them replaced without touching the others' bytes.
 
-Rendering a decoded body anew would lose what decoding does not keep: the digits of numbers, escapes, repeated keys.
+Rendering a decoded body anew would lose what decoding does not keep: the digits of numbers and escapes.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from json.encoder import encode_basestring_ascii
 from typing import Any, NoReturn
 
+import msgspec
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json, to_json
 
-_SPACE = re.compile(r"[ \t\r\n]*")
-_SCALAR = re.compile(rb'[ \t\r\n]*:[ \t\r\n]*("[^"\\]*"|-?[0-9.eE+-]+|true|false|null)')  # after a key
-_ESCAPED_LETTER = re.compile(rb"\\u00[4-7]")
 MOST_NESTED = 200  # lists and objects within one another, as the parser of our own bodies (jiter) and vLLM's allow
 
 
@@ -39,7 +37,7 @@ def _no_constants(name: str) -> NoReturn:
     raise NotJsonError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder()
+_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _INTEGER: TypeAdapter[int] = TypeAdapter(int)
 _BOOLEAN: TypeAdapter[bool] = TypeAdapter(bool)
 
@@ -64,21 +62,11 @@ def as_boolean(value: Any) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One member of an object, with the texts of its key and value."""
-
-    key: str
-    value: Any
-    key_text: str
-    value_text: str
-
-
 @dataclass(frozen=True)
 class JsonObject:
     """A JSON object. Of members that share a key the last counts, as in most decoders.
 
-    It is decoded at once; its members' texts are looked for when something needs them, which most requests do not.
+    It is decoded at once, and its members' texts are looked for when something needs them.
     """
 
     raw: bytes
@@ -98,59 +86,34 @@ class JsonObject:
         return JsonObject(body, values)
 
     @cached_property
-    def members(self) -> tuple[Member, ...]:
-        return tuple(_members(self.raw.decode()))
+    def members(self) -> Mapping[str, Any]:
+        """The values as they are written; made anew if a lone surrogate, which only Python's decoder takes, is in them."""
+        try:
+            return _MEMBERS.decode(self.raw)
+        except msgspec.DecodeError:
+            return {key: json.dumps(value).encode() for key, value in self.values.items()}
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(key, default)
 
     def text_of(self, key: str) -> str:
         """Return a member's value as it is written; empty where there is none."""
-        if key not in self.values:
-            return ""
-        return next((member.value_text for member in reversed(self.members) if member.key == key), "")
+        return bytes(self.members.get(key, b"")).decode()
 
     def edited(self, changes: Mapping[str, Any]) -> bytes:
         """Return the object as JSON with members replaced, added, or, by None, left out; ``bytes`` are JSON already."""
-        new = {
-            key: value if isinstance(value, bytes) else to_json(value)
-            for key, value in changes.items()
-            if value is not None
-        }
-        if (quickly := self._edited_in_place(changes, new)) is not None:
-            return quickly
-        kept = [f"{m.key_text}:{m.value_text}" for m in self.members if m.key not in changes]
-        added = [f"{to_json(key).decode()}:{value.decode()}" for key, value in new.items()]
-        return ("{" + ",".join([*kept, *added]) + "}").encode("utf-8", "surrogatepass")
-
-    def _edited_in_place(self, changes: Mapping[str, Any], new: Mapping[str, bytes]) -> bytes | None:
-        """Return the edited object where that takes a replaced scalar or two; None where members must be told apart.
-
-        A key that has a member and is written once in the text is written there, unless it is written with escapes.
-        """
-        raw, added, values = self.raw, [], self.values
-        if not values:
-            return None
-        for key in changes:
-            value = new.get(key)
-            if key not in values:
-                if value is not None:
-                    added.append(b",%b:%b" % (to_json(key), value))
-                continue
-            name = b'"%b"' % key.encode()
-            found = _SCALAR.match(raw, raw.find(name) + len(name)) if value is not None else None
-            if found is None or value is None or raw.count(name) != 1 or _ESCAPED_LETTER.search(raw):
-                return None
-            raw = raw[: found.start(1)] + value + raw[found.end() :]
-        end = raw.rindex(b"}") if added else len(raw)
-        return b"".join((raw[:end], *added, raw[end:]))
+        members = {key: value for key, value in self.members.items() if key not in changes}
+        for key, value in changes.items():
+            if value is not None:
+                members[key] = value if isinstance(value, bytes) else to_json(value)
+        return b"{%b}" % b",".join(b"%b:%b" % (encode_basestring_ascii(k).encode(), v) for k, v in members.items())
 
 
 def _decoded(body: bytes) -> Any:
     """Return what Python's decoder reads; None for what does not begin as an object."""
     try:
         text = body.decode()
-        return json.loads(text, parse_constant=_no_constants) if text[_skip(text, 0) :][:1] == "{" else None
+        return json.loads(text, parse_constant=_no_constants) if text.lstrip(" \t\r\n")[:1] == "{" else None
     except UnicodeDecodeError as error:
         raise NotJsonError(f"not UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:
@@ -170,22 +133,3 @@ def _nested(values: Iterable[Any]) -> int:
         depth += 1
         values = chain.from_iterable(value.values() if isinstance(value, dict) else value for value in found)
     return depth
-
-
-def _members(text: str) -> Iterator[Member]:
-    """Yield the members of an object that has been decoded before, and so is one."""
-    position = _skip(text, _skip(text, 0) + 1)
-    while text[position] != "}":
-        key, key_end = _DECODER.raw_decode(text, position)
-        start = _skip(text, _skip(text, key_end) + 1)
-        value, end = _DECODER.raw_decode(text, start)
-        yield Member(key, value, text[position:key_end], text[start:end])
-        position = _skip(text, end)
-        if text[position] == ",":
-            position = _skip(text, position + 1)
-
-
-def _skip(text: str, position: int) -> int:
-    match = _SPACE.match(text, position)
-    assert match is not None
-    return match.end()

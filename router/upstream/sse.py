@@ -125,9 +125,12 @@ def parse_event(raw: bytes) -> Chunk:
 
 def _read_delta(delta: Mapping[str, Any]) -> tuple[str, bool]:
     """Return the text of the answer that a delta holds, and whether it holds more."""
-    if any(delta.get(name) is not None and not isinstance(delta[name], str) for name in _TEXTS):
-        raise EngineBrokeError(NOT_A_CHUNK)
-    return delta.get("content") or "", any(value for name, value in delta.items() if name not in {"content", "role"})
+    other = False
+    for name, value in delta.items():
+        if name in _TEXTS and not isinstance(value, str | None):
+            raise EngineBrokeError(NOT_A_CHUNK)
+        other = other or bool(value and name not in {"content", "role"})
+    return delta.get("content") or "", other
 
 
 def decoded(decoder: msgspec.json.Decoder[Any], text: bytes) -> Any:
@@ -174,12 +177,12 @@ class EventParser:
         self.ended = False  # whether no further part is read: the last event has come, or a fault
         self._fault: EngineBrokeError | None = None
 
-    def feed(self, data: bytes) -> list[Chunk]:  # noqa: C901  once a token: calls would cost more than this
+    def feed(self, data: bytes) -> list[Chunk]:
         """Return the events that have come to their end, in order; a fault after them is raised by ``check``."""
         found: list[Chunk] = []
         if self.ended:
             return found
-        usual, read = self._usual, self._read
+        usual, read, done = self._usual, self._read, self._done
         try:
             if self._cut or b"\r" in data:
                 data = self._line_feeds(data)
@@ -188,11 +191,10 @@ class EventParser:
             for given in data.split(SEPARATOR):
                 if not given:
                     continue
-                event = given if usual(given) else canonical(given, named=not self._done)
+                event = given if given == done or usual(given) else canonical(given, named=not done)
                 if not event:
                     continue
-                if event is not given:
-                    self.over = event == self._done
+                self.over = event == done
                 if not self.over:
                     chunk = read(event)
                     found.append(chunk)

@@ -101,7 +101,6 @@ class Connection(asyncio.Protocol):
         self._transport.write(message)
 
     async def head(self) -> None:
-        """Wait for the answer's head; ``httpx.TransportError``: the connection broke, or what came is no HTTP."""
         while not self.status:
             if self.fault is not None:
                 self.raise_fault()
@@ -388,7 +387,6 @@ class EngineTransport(httpx.AsyncBaseTransport):
         self._closed = False
 
     def allow(self, max_requests: int) -> None:
-        """Allow at least so many requests at once, if their number is bounded."""
         if self._slots is not None:
             for _ in range(max_requests - self._max_requests):
                 self._slots.release()

@@ -46,7 +46,7 @@ class Taken(SentResponder):
     async def send(self, message: Any) -> None:
         await asyncio.sleep(0)
         if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self.cancel_on_disconnect(None)
+            self.task = None
 
     def feed(self, _events: Any) -> bool:
         return True

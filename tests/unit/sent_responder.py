@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from router.aio import Signal
 from router.server.responder import Responder
 
 
@@ -13,7 +13,7 @@ class SentResponder(Responder):
     """Keeps the messages that are sent to the client."""
 
     def __init__(self) -> None:
-        cycle: Any = SimpleNamespace(disconnected=False, message_event=Signal())
+        cycle: Any = SimpleNamespace(disconnected=False, message_event=asyncio.Event())
         super().__init__(None, cycle)  # type: ignore[arg-type]
         self.sent: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Waiting for and ending asyncio tasks."""
+"""Ending asyncio tasks."""
 
 from __future__ import annotations
 
@@ -6,72 +6,9 @@ import asyncio
 
 import pytest
 
-from router.aio import Signal, end_tasks
+from router.aio import end_tasks
 
 pytestmark = pytest.mark.anyio
-
-
-async def waiting(signal: Signal, count: int) -> list[asyncio.Task[None]]:
-    tasks = [asyncio.create_task(signal.wait()) for _ in range(count)]
-    await asyncio.sleep(0)
-    return tasks
-
-
-async def test_a_signal_lets_everyone_go_on_who_waits() -> None:
-    signal = Signal()
-    tasks = await waiting(signal, 3)
-    assert not any(task.done() for task in tasks)
-    signal.set()
-    await asyncio.gather(*tasks)
-
-
-async def test_a_signal_that_is_set_keeps_nobody() -> None:
-    """Not even for one turn of the event loop, and again and again until it is cleared."""
-    signal = Signal()
-    signal.set()
-    signal.set()
-    for _ in range(2):
-        with pytest.raises(StopIteration):
-            signal.wait().send(None)
-    signal.clear()
-    (task,) = await waiting(signal, 1)
-    assert not task.done()
-    signal.set()
-    await task
-
-
-async def test_a_signal_that_is_cleared_at_once_still_wakes_those_who_waited() -> None:
-    """News may be set and cleared before any of them has run."""
-    signal = Signal()
-    tasks = await waiting(signal, 2)
-    signal.set()
-    signal.clear()
-    await asyncio.gather(*tasks)
-    (late,) = await waiting(signal, 1)
-    assert not late.done()
-    late.cancel()
-
-
-async def test_who_no_longer_waits_is_not_woken() -> None:
-    """A cancelled waiter leaves nothing behind, and takes the signal from nobody."""
-    signal = Signal()
-    first, second = await waiting(signal, 2)
-    first.cancel()
-    await asyncio.wait({first})
-    assert first.cancelled()
-    signal.set()
-    await second
-    assert signal._waiters is None
-
-
-async def test_a_waiter_cancelled_just_as_it_is_woken_breaks_nothing() -> None:
-    signal = Signal()
-    first, second = await waiting(signal, 2)
-    first.cancel()
-    signal.set()
-    signal.set()
-    await asyncio.wait({first, second})
-    assert (first.cancelled(), second.exception()) == (True, None)
 
 
 async def test_ending_tasks_ends_them_all() -> None:

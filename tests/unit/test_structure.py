@@ -23,15 +23,15 @@ FORBIDDEN = {
 }
 LONGEST_FUNCTION = 60
 # They only go down: who adds lines, words or a setting takes others away.
-CEILINGS = {"router": 23_191, "tests": 40_336, "words": 26_081, "settings": 108}
+CEILINGS = {"router": 23_002, "tests": 40_270, "words": 26_081, "settings": 108}
 # Of a streamed request, as scripts/structure.py counts it.
 PATH = {
-    "modules a streamed request passes": 36,
-    "own functions a streamed request passes": 198,
-    "calls of own functions in a request of 20 chunks": 443,
+    "modules a streamed request passes": 34,
+    "own functions a streamed request passes": 186,
+    "calls of own functions in a request of 20 chunks": 431,
     "own functions for each chunk": 9,
     "calls of own functions for each chunk": 9,
-    "deepest stack of own functions": 19,
+    "deepest stack of own functions": 18,
     "deepest stack for a chunk": 4,
 }
 ADDRESSES = re.compile(r"https?://[\w.-]*(?:pypi\.org|pythonhosted|download\.pytorch|registry\.npmjs)")

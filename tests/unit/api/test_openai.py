@@ -45,7 +45,7 @@ async def test_the_body_passes_as_it_is(tmp_path: Path) -> None:
         assert answer.status_code == 200
         sent = engine.raw[-1]
         for part in (
-            b'"messages":[{"role":"user","content":"caf\\u00e9 \\ud83d\\ude00"}]', b'"temperature": 1.0e-1',
+            b'"messages":[{"role":"user","content":"caf\\u00e9 \\ud83d\\ude00"}]', b'"temperature":1.0e-1',
             b'"logit_bias":{"42":-1.50}', b'"vllm_xargs":{"a":[1,2]}', b'"unknown":"\xc3\xa9"',
             b'"seed":123456789012345678901', b'"model":"fake"',
         ):  # fmt: skip

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from router.aio import Signal
 from router.lifecycle import ServerPhase, ServerState
 from router.server.responder import CLIENT_GONE, HOLD, OUT, Responder
 
@@ -57,7 +56,7 @@ def client_on(
         access_logger=None,  # type: ignore[arg-type]
         access_log=False,
         default_headers=[(b"date", b"today")],
-        message_event=Signal(),  # type: ignore[arg-type]
+        message_event=asyncio.Event(),  # type: ignore[arg-type]
         expect_100_continue=False,
         keep_alive=keep_alive,
         on_response=lambda: None,
@@ -198,7 +197,7 @@ async def test_a_head_passes_the_layers_around_the_application_and_a_body_does_n
         seen.append(message["type"])
         await out.send(message)
 
-    out.through(outer, ServerState())
+    out.outer, out.server_state = outer, ServerState()
     await out.respond({"type": START, "status": 201, "headers": [(b"content-type", media_type.encode())]})
     assert (out.status, out.begun, out.streams) == (201, True, streams)
     await out.respond({"type": BODY, "body": b"a", "more_body": True})
@@ -218,7 +217,7 @@ async def test_clients_of_a_router_that_leaves_are_told_to_close(phase: ServerPh
     """Their next request then goes to whoever listens by now."""
     wire = Wire()
     out = client_on(wire)
-    out.through(out.send, ServerState(phase))
+    out.outer, out.server_state = out.send, ServerState(phase)
     await out.respond({"type": START, "status": 200, "headers": []})
     assert (b"connection: close" in wire.written) is (phase is not ServerPhase.OPEN)
     out.forget()
