@@ -351,7 +351,8 @@ def money(price: float | None) -> str:
 def cheapest_single(planned: Mapping[str, Any]) -> str | None:
     """Return the tier that alone costs least within the budget."""
     most = planned["budget"] + 1e-9
-    within = {t: f["cost_per_hour"] for t, f in planned["alone"].items() if f is not None and f["answers_lost"] <= most}
+    alone = {tier: fleet for tier, fleet in planned["alone"].items() if fleet is not None}
+    within = {t: (f["cost_per_hour"], f["answers_lost"]) for t, f in alone.items() if f["answers_lost"] <= most}
     return min(within, key=lambda tier: within[tier], default=None)
 
 

@@ -9,20 +9,22 @@ import json
 import re
 import textwrap
 from pathlib import Path
+from typing import Any
 
 from typer.testing import CliRunner
 
 from router.cli.main import make_app
 from router.cli.show_settings import table
 from router.settings import Settings
+from tiers.sizing.verdict import NAMES
+from tiers.spec import PRECISIONS, TierName
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 README = "../README.md"
 RESULTS = DOCS / "../benchmarks/results"
 FIGURES = RESULTS / "side_by_side.json"
 COST = re.compile(r"^- \*\*Cost\.\*\*.*?\n(?=- |\n)", re.MULTILINE | re.DOTALL)  # README's paragraph
-ROW = re.compile(r"^(all precise|like balanced) +(.*)$", re.MULTILINE)  # of goodput.txt
-FIGURE = re.compile(r"([\d.]+) \(")  # before its interval: answers lost, engine-seconds, ...
+PAYS = re.compile(r"^\| USD a million.*?\n(?!\|)", re.MULTILINE | re.DOTALL)  # README's table of fleets
 PLAN = re.compile(r"^```text\n\$ qarr (plan .*)\n(?:.*\n)*?```\n", re.MULTILINE)  # of planning.md
 TABLE = re.compile(r"^```text\n.*?^```\n", re.MULTILINE | re.DOTALL)  # of routing.md
 HELP_TITLE = re.compile(r"^╭─ (\w+) ─+╮$")
@@ -77,33 +79,40 @@ def render() -> dict[str, str]:
     return {
         "settings.md": f"{SETTINGS_HEAD}\n{table()}\n",
         "settings.schema.json": portable + "\n",
-        README: COST.sub(lambda _: cost(), (DOCS / README).read_text("utf-8"), count=1),
+        README: PAYS.sub(lambda _: pays(), COST.sub(lambda _: cost(), (DOCS / README).read_text("utf-8"))),
         "routing.md": TABLE.sub(lambda _: predictions(), (DOCS / "routing.md").read_text("utf-8"), count=1),
         "planning.md": PLAN.sub(lambda found: planned(found[1]), (DOCS / "planning.md").read_text("utf-8")),
         "cli.md": "# The command\n\n" + "\n".join(_help(command) for command in COMMANDS),
     }
 
 
+def pays() -> str:
+    """Return README's table of what planned fleets cost beside the best of one precision."""
+    lines = ["| USD a million tokens, answers lost of 100, TTFT p95 | one precision | planned |", "| --- | --- | --- |"]
+    for name, found in json.loads((RESULTS / "plans.json").read_text("utf-8")).items():
+        if not name.startswith("day"):
+            planned, single = found["planned"], found["single"]
+            same = single is not None and single["engines"] == planned["engines"]
+            best = "none keeps the budget" if single is None else _outcome(single, found["currency"])
+            lines.append(f"| {name} | {best} | {'the same' if same else _outcome(planned, found['currency'])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _outcome(row: dict[str, Any], currency: str | None) -> str:
+    names = "+".join(NAMES[PRECISIONS[TierName(tier)]] for tier in re.findall("fast|balanced|precise", row["engines"]))
+    price = f"{row['price']:.0f} machines" if currency is None else f"{row['per_million']:.2f}"
+    return f"{names}: {price}, {100 * row['lost']:.2g}, {row['ttft_p95']:,.0f} ms"
+
+
 def cost() -> str:
-    """Return README's paragraph on what routing saves and what the router costs, from the benchmarks' figures."""
-    loads = (RESULTS / "goodput.txt").read_text("utf-8").split(" of saturation; engine-seconds")[1:]
-    rows = [dict(ROW.findall(load)) for load in loads]
-    found = [
-        (float(lost), 100 - 100 * float(seconds) / float(FIGURE.findall(row["all precise"])[1]))
-        for row in rows
-        for lost, seconds in [FIGURE.findall(row["like balanced"])[:2]]
-    ]
-    lost, saved = ([figures[n] for figures in found] for n in (0, 1))
+    """Return README's paragraph on what the router costs, from the benchmarks' figures."""
     costs = json.loads(FIGURES.read_text("utf-8"))["rows"]
     ours = [costs[load]["QARR /v1/chat/completions"] for load in ("non-streaming", "saturated", "paced")]
     rates, ratios = [f"{1e6 / row['cpu_us']:,.0f}" for row in ours], [row["ratio"] for row in ours]
     text = (
-        f"- **Cost.** On simulated H100s with published losses, requests take {min(saved):.0f} to {max(saved):.0f} % less "
-        f"engine time than with everything on `precise`, and {min(lost):.1f} to {max(lost):.1f} answers in 100 get worse "
-        "([goodput](benchmarks/results/goodput.txt)). For that, one core of the router is full at "
-        f"{rates[0]} whole answers a second, {rates[1]} streams of 64 tokens, or {rates[2]} at 5 ms a token: "
-        f"{min(ratios):.1f} to {max(ratios):.1f} times the CPU time of vllm-router, which neither classifies nor predicts "
-        "([side by side](benchmarks/results/side_by_side.txt))."
+        f"- **Cost.** One core is full at {rates[0]} whole answers a second, {rates[1]} streams of 64 tokens, or {rates[2]} "
+        f"at 5 ms a token: {min(ratios):.1f} to {max(ratios):.1f} times the CPU time of vllm-router, which neither "
+        "classifies nor predicts ([side by side](benchmarks/results/side_by_side.txt))."
     )
     return textwrap.fill(text, 115, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False) + "\n"
 
