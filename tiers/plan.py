@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -28,6 +29,7 @@ GPU_OVERHEAD_GIB = 2.0
 # Per CPU engine, besides weights and KV cache: three Python processes with torch. With a 135M model and a KV cache of
 # 1 GiB, 2.6 to 3.4 GiB were resident (vLLM 0.32).
 CPU_OVERHEAD_GIB = 2.0
+USUAL_TOKENS = 512  # of a request, prompt and output
 AMX = "amx_tile"  # as Linux names it
 # Bytes per weight of a linear layer. Int4 has a scale of 16 bits and a zero point of 4 per group of weights; the smallest
 # group is 32.
@@ -159,13 +161,15 @@ def model_config(checkpoint: Path) -> dict[str, object]:
     return text if isinstance(text, dict) else config
 
 
-def make_plan(machine: Machine, tiers: Sequence[TierSpec], *, kv_cache_gib: int = 1, base: Path | None = None) -> Plan:
+def make_plan(
+    machine: Machine, tiers: Sequence[TierSpec], *, kv_cache_gib: float | None = None, base: Path | None = None
+) -> Plan:
     """Share the machine between engines started here: GPUs if there are any, else the CPU.
 
     Args:
         machine: The resources.
         tiers: Each with a checkpoint, or with one that will be made from ``base``, and with its number of replicas.
-        kv_cache_gib: KV cache of each CPU engine, in GiB.
+        kv_cache_gib: KV cache of each CPU engine, in GiB; None: ``usual_kv_cache_gib``.
         base: BF16 checkpoint.
 
     Raises:
@@ -298,8 +302,17 @@ def _gpu_share(n: int, needs: Sequence[_Need], places: Sequence[tuple[Gpu, ...]]
     return Share(tier.name, need.on_disk, need.on_disk, min(caches) * world, tokens, placement, need.number)
 
 
-def _cpu_plan(machine: Machine, needs: Sequence[_Need], kv_cache_gib: int) -> Plan:
-    need, shares, kv_cache = 0, [], kv_cache_gib * GIB
+def usual_kv_cache_gib(per_token: int, context: int, sequences: int) -> float:
+    """Return a CPU engine's KV cache, in quarters of a GiB, by the bytes that a token takes.
+
+    It holds two of the longest requests, or as many of ``USUAL_TOKENS`` as are computed together; above 1 GiB, one request.
+    """
+    wanted = max(2 * context, USUAL_TOKENS * sequences) * per_token
+    return math.ceil(4 * min(wanted, max(context * per_token, GIB)) / GIB) / 4
+
+
+def _cpu_plan(machine: Machine, needs: Sequence[_Need], kv_cache_gib: float | None) -> Plan:
+    need, shares = 0, []
     for each, cores in zip(needs, _share_cores(machine.cores, len(needs)), strict=True):
         tier, on_disk, held, per_token, number = each
         if tier.world_size > 1 or tier.gpus:
@@ -308,13 +321,15 @@ def _cpu_plan(machine: Machine, needs: Sequence[_Need], kv_cache_gib: int) -> Pl
                 f"machine has none: leave out tiers.{tier.name}.gpus, tensor_parallel and pipeline_parallel, or run the "
                 f"tier elsewhere with tiers.{tier.name}.urls"
             )
+        kv_gib = kv_cache_gib or usual_kv_cache_gib(per_token, tier.max_model_len, tier.max_num_seqs)
+        kv_cache = int(kv_gib * GIB)
         if kv_cache < per_token * tier.max_model_len:
             raise PlanError(
                 f"tier {tier.name} needs {per_token * tier.max_model_len / GIB:.2f} GiB of KV cache for one request of "
                 f"{tier.max_model_len} tokens, engine.cpu_kv_cache_gib is {kv_cache_gib}: raise it"
             )
         need += _cpu_need(held, on_disk, kv_cache)
-        placement = Placement(cores=cores, threads=max(len(cores), 1), kv_cache_gib=kv_cache_gib)
+        placement = Placement(cores=cores, threads=max(len(cores), 1), kv_cache_gib=kv_gib)
         shares.append(Share(tier.name, held, on_disk, kv_cache, kv_cache // per_token, placement, number))
     if need > machine.memory_available:
         raise PlanError(
