@@ -38,6 +38,10 @@ class PlanError(TierError):
     """The engines do not fit on this machine."""
 
 
+class NoRoomError(PlanError):
+    """It has too little memory for them."""
+
+
 class EngineError(TierError):
     """An engine process failed."""
 

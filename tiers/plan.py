@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
 from tiers.checkpoints.checkpoint import quantized_bytes
-from tiers.errors import CheckpointError, PlanError
+from tiers.errors import CheckpointError, NoRoomError, PlanError
 from tiers.sizing.architecture import kv_bytes_per_token
-from tiers.spec import NGRAM, PRECISIONS, Placement, Precision, TierName, TierSpec
+from tiers.spec import NGRAM, PRECISIONS, STANDARD_TIERS, Placement, Precision, TierName, TierSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
+FAST, BALANCED, PRECISE = STANDARD_TIERS
 GIB = 1 << 30
 # Of a GPU's memory, left for the CUDA contexts of three processes and fragmentation.
 GPU_RESERVE = 0.06
@@ -28,6 +32,7 @@ GPU_OVERHEAD_GIB = 2.0
 # Per CPU engine, besides weights and KV cache: three Python processes with torch. With a 135M model and a KV cache of
 # 1 GiB, 2.6 to 3.4 GiB were resident (vLLM 0.32).
 CPU_OVERHEAD_GIB = 2.0
+USUAL_TOKENS = 512  # of a request, prompt and output
 AMX = "amx_tile"  # as Linux names it
 # Bytes per weight of a linear layer. Int4 has a scale of 16 bits and a zero point of 4 per group of weights; the smallest
 # group is 32.
@@ -80,10 +85,17 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How the machine is shared."""
+    """How the machine is shared.
+
+    Attributes:
+        left_out: Tiers for whose engines there is no memory.
+        lacking: What all of them would need, for people; empty: they are there.
+    """
 
     device: str
     shares: tuple[Share, ...]
+    left_out: tuple[TierName, ...] = ()
+    lacking: str = ""
 
     def placement(self, tier: TierName, number: int = 0) -> Placement:
         """Return the share of the machine of one of a tier's engines."""
@@ -92,7 +104,25 @@ class Plan:
 
 def read_machine() -> Machine:
     """Read this machine's usable cores, free memory and CUDA devices (with ``nvidia-smi``), and whether it has AMX."""
-    return Machine(_cores(), psutil.virtual_memory().available, tuple(_gpus()), amx=AMX in cpu_flags())
+    memory = min(psutil.virtual_memory().available, _group_room())
+    return Machine(_cores(), memory, tuple(_gpus()), amx=AMX in cpu_flags())
+
+
+def _group_room(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Return the bytes that this process' control group, or one above it, leaves; files in memory give way, as elsewhere."""
+    room = sys.maxsize
+    for line in own.read_text("utf-8").splitlines() if own.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in {"", "memory"}:  # of version 2, of version 1
+            continue
+        limit, used = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
+        group = Path(path.lstrip("/"))
+        for folder in (groups / controllers / each for each in (group, *group.parents)):
+            with suppress(OSError, ValueError):  # the topmost has no limit
+                most, now = (int((folder / f"memory.{name}").read_text()) for name in (limit, used))
+                stat = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
+                room = min(room, most - now + int(stat["total_inactive_file" if controllers else "inactive_file"]))
+    return max(room, 0)
 
 
 def cpu_flags() -> set[str]:
@@ -163,26 +193,50 @@ def model_config(checkpoint: Path) -> dict[str, object]:
     return text if isinstance(text, dict) else config
 
 
-def make_plan(machine: Machine, tiers: Sequence[TierSpec], *, kv_cache_gib: int = 1, base: Path | None = None) -> Plan:
+# What is left out, the first that helps: the base model serves every request, and loss is measured against it. Beside it the
+# tier that differs most from it leaves most to choose, and takes the least memory.
+LEFT_OUT = ((), (BALANCED,), (BALANCED, FAST), (PRECISE,), (BALANCED, PRECISE), (FAST, PRECISE))
+
+
+def make_plan(
+    machine: Machine,
+    tiers: Sequence[TierSpec],
+    *,
+    kv_cache_gib: float | None = None,
+    base: Path | None = None,
+    optional: Collection[TierName] = (),
+) -> Plan:
     """Share the machine between engines started here: GPUs if there are any, else the CPU.
 
     Args:
         machine: The resources.
         tiers: Each with a checkpoint, or with one that will be made from ``base``, and with its number of replicas.
-        kv_cache_gib: KV cache of each CPU engine, in GiB.
+        kv_cache_gib: KV cache of each CPU engine, in GiB; None: ``usual_kv_cache_gib``.
         base: BF16 checkpoint.
+        optional: Tiers that are left out where memory does not suffice, but for one.
 
     Raises:
         PlanError: It does not fit; the text has the arithmetic.
     """
-    needs = [
-        need._replace(number=number)
-        for need in (_need(tier, base, amx=machine.amx) for tier in tiers)
-        for number in range(need.tier.replicas)
-    ]
-    if not needs:
+    needs = [_need(tier, base, amx=machine.amx) for tier in tiers]
+    if not any(need.tier.replicas for need in needs):
         return Plan("none", ())
-    return _gpu_plan(machine.gpus, needs) if machine.gpus else _cpu_plan(machine, needs, kv_cache_gib)
+    lacking: list[NoRoomError] = []
+    for out in LEFT_OUT:
+        kept = [need for need in needs if need.tier.name not in out]
+        if kept and len(needs) - len(kept) == len(out) and set(out) <= set(optional):
+            try:
+                plan = _shared(machine, kept, kv_cache_gib)
+            except NoRoomError as error:
+                lacking.append(error)
+            else:
+                return replace(plan, left_out=out, lacking=str(lacking[0]) if out else "")
+    raise lacking[-1]
+
+
+def _shared(machine: Machine, needs: Sequence[_Need], kv_cache_gib: float | None) -> Plan:
+    each = [need._replace(number=number) for need in needs for number in range(need.tier.replicas)]
+    return _gpu_plan(machine.gpus, each) if machine.gpus else _cpu_plan(machine, each, kv_cache_gib)
 
 
 class _Need(NamedTuple):
@@ -288,7 +342,7 @@ def _gpu_share(n: int, needs: Sequence[_Need], places: Sequence[tuple[Gpu, ...]]
         needed = need.kv_per_token * tier.max_model_len
         if kv_cache < needed:
             engines = "1 engine" if len(beside) == 1 else f"{len(beside)} engines"
-            raise PlanError(
+            raise NoRoomError(
                 f"GPU {gpu.index} ({gpu.name}) has {gpu.free / GIB:.1f} GiB free. Weights take {weights / GIB:.1f} GiB and "
                 f"{engines} {overhead * len(beside) / GIB:.1f} GiB more, which leaves tier {tier.name} "
                 f"{max(kv_cache, 0) / GIB:.2f} GiB of KV cache; one request of {tier.max_model_len} tokens needs "
@@ -302,8 +356,17 @@ def _gpu_share(n: int, needs: Sequence[_Need], places: Sequence[tuple[Gpu, ...]]
     return Share(tier.name, need.on_disk, need.on_disk, min(caches) * world, tokens, placement, need.number)
 
 
-def _cpu_plan(machine: Machine, needs: Sequence[_Need], kv_cache_gib: int) -> Plan:
-    need, shares, kv_cache = 0, [], kv_cache_gib * GIB
+def usual_kv_cache_gib(per_token: int, context: int, sequences: int) -> float:
+    """Return a CPU engine's KV cache, in quarters of a GiB, by the bytes that a token takes.
+
+    It holds two of the longest requests, or as many of ``USUAL_TOKENS`` as are computed together; above 1 GiB, one request.
+    """
+    wanted = max(2 * context, USUAL_TOKENS * sequences) * per_token
+    return math.ceil(4 * min(wanted, max(context * per_token, GIB)) / GIB) / 4
+
+
+def _cpu_plan(machine: Machine, needs: Sequence[_Need], kv_cache_gib: float | None) -> Plan:
+    need, shares = 0, []
     for each, cores in zip(needs, _share_cores(machine.cores, len(needs)), strict=True):
         tier, on_disk, held, per_token, number = each
         if tier.world_size > 1 or tier.gpus:
@@ -312,18 +375,21 @@ def _cpu_plan(machine: Machine, needs: Sequence[_Need], kv_cache_gib: int) -> Pl
                 f"machine has none: leave out tiers.{tier.name}.gpus, tensor_parallel and pipeline_parallel, or run the "
                 f"tier elsewhere with tiers.{tier.name}.urls"
             )
+        kv_gib = kv_cache_gib or usual_kv_cache_gib(per_token, tier.max_model_len, tier.max_num_seqs)
+        kv_cache = int(kv_gib * GIB)
         if kv_cache < per_token * tier.max_model_len:
             raise PlanError(
                 f"tier {tier.name} needs {per_token * tier.max_model_len / GIB:.2f} GiB of KV cache for one request of "
                 f"{tier.max_model_len} tokens, engine.cpu_kv_cache_gib is {kv_cache_gib}: raise it"
             )
         need += _cpu_need(held, on_disk, kv_cache)
-        placement = Placement(cores=cores, threads=max(len(cores), 1), kv_cache_gib=kv_cache_gib)
+        placement = Placement(cores=cores, threads=max(len(cores), 1), kv_cache_gib=kv_gib)
         shares.append(Share(tier.name, held, on_disk, kv_cache, kv_cache // per_token, placement, number))
     if need > machine.memory_available:
-        raise PlanError(
-            f"{len(needs)} CPU engines need about {need / GIB:.1f} GiB of memory, {machine.memory_available / GIB:.1f} "
-            f"GiB are available: take a smaller model, or run a tier elsewhere with tiers.<name>.urls"
+        engines = "1 CPU engine needs" if len(needs) == 1 else f"{len(needs)} CPU engines need"
+        raise NoRoomError(
+            f"{engines} about {need / GIB:.1f} GiB of memory, {machine.memory_available / GIB:.1f} GiB are available: "
+            f"free memory, take a smaller model, or run a tier elsewhere with tiers.<name>.urls"
         )
     return Plan(f"CPU ({len(machine.cores)} cores)", tuple(shares))
 

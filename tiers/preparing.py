@@ -142,6 +142,12 @@ class Preparations:
             self._made.append(tier)
         self._began, self._message, self._step = self.clock(), "", None
 
+    def leave_out(self, tiers: Iterable[TierName]) -> None:
+        """Forget tiers that are not started."""
+        self._to_make = [tier for tier in self._to_make if tier not in tiers]
+        self._made = [tier for tier in self._made if tier not in tiers]
+        self._note_lacking()
+
     def starting(self, tier: TierName) -> None:
         """Note that a tier's engine starts."""
         if tier in self._made:

@@ -22,7 +22,7 @@ from router.policy.profiles import AnswerCount, Fit, latency_name, load_latency,
 from router.settings import Settings, load_settings
 from tiers.checkpoints.prepare import DEFAULT_MODEL, finished
 from tiers.errors import PlanError
-from tiers.plan import GIB, held_bytes, machine_name, read_machine
+from tiers.plan import GIB, held_bytes, machine_name, read_machine, usual_kv_cache_gib
 from tiers.sizing.architecture import Architecture, architecture
 from tiers.sizing.capacity import MOST_BUSY, Demand, engines_on_cpu, engines_on_gpus
 from tiers.sizing.find_config import find_config
@@ -180,7 +180,7 @@ def _planned(settings: Settings, options: Options, target: _Target, demand: Dema
         engines += [EngineType(gpu.name, each, each.gpus_per_replica * (known.get(gpu) or 1.0)) for each in plans]
         lacks += missing.values() if len(target.gpus) == 1 or len(missing) < len(PRECISIONS) else []
     if not target.gpus:
-        cache = settings.engine.cpu_kv_cache_gib * GIB
+        cache = {tier: _kv_cache(settings, target.model, tier) for tier in PRECISIONS}
         plans = engines_on_cpu(target.model, demand, kv_cache=cache, weights=target.weights, paces=target.paces)
         engines = [EngineType("", each, 1.0) for each in plans]
     if not engines:
@@ -206,6 +206,12 @@ def _present(settings: Settings, engines: Sequence[EngineType], load: Load) -> F
     mine = [each for each in engines if each.plan.gpus_per_replica in {0, tiers[each.tier].tensor_parallel}]
     replicas = {tier: each.replicas_here for tier, each in tiers.items()}
     return as_set(mine, load, {each.gpu for each in mine}, replicas) if mine else None
+
+
+def _kv_cache(settings: Settings, model: Architecture, name: TierName) -> int:
+    """Return the KV cache of a tier's engine on a CPU, in bytes."""
+    tier, asked = settings.tiers.of(name), settings.engine.cpu_kv_cache_gib
+    return int(GIB * (asked or usual_kv_cache_gib(model.kv_bytes_per_token(), tier.max_model_len, tier.max_num_seqs)))
 
 
 def _prices(gpus: Mapping[GpuKind, int | None], prices: Prices) -> dict[GpuKind, float]:

@@ -162,6 +162,8 @@ def _show_plan(model: str, plan: Plan, specs: Sequence[TierSpec]) -> None:
             f"  {name:{width}}{precision:9} weights {weights}, KV cache {share.kv_cache / GIB:5.2f} GiB "
             f"({share.kv_tokens} tokens), context {spec.max_model_len}{where}"
         )
+    if plan.left_out:
+        err.print(f"  left out: {' and '.join(plan.left_out)}. {plan.lacking}")
 
 
 def _run(

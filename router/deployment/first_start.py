@@ -21,16 +21,18 @@ from router.deployment.layout import (
     engine_args,
     make_counter,
     make_launches,
+    plan_of,
     prepare_options,
     with_checkpoint,
     with_drafts,
+    without,
 )
 from tiers.checkpoints.checkpoint import Checkpoint, check_alike
 from tiers.checkpoints.prepare import DEFAULT_MODEL, DEFAULT_WEIGHTS, prepare
 from tiers.errors import CheckpointError, TierError
 from tiers.lifecycle.process import check_port_free
 from tiers.lifecycle.supervisor import Supervisor
-from tiers.plan import Plan, make_plan, read_machine, weight_bytes
+from tiers.plan import Plan, read_machine, weight_bytes
 from tiers.preparing import about
 from tiers.spec import EngineLaunch, TierName, TierSpec
 
@@ -133,7 +135,9 @@ class FirstStart:
             if machine.gpus and self._missing:
                 return [], None
             specs = tuple(self._specs.values())
-            self._plan = make_plan(machine, specs, kv_cache_gib=settings.engine.cpu_kv_cache_gib, base=made.path)
+            self._plan = plan_of(settings, machine, specs, made.path)
+            self._specs = {spec.name: spec for spec in without(self._plan.left_out, specs)}
+            self._missing -= set(self._plan.left_out)
         assert self._plan is not None
         launches = make_launches(tuple(self._specs.values()), self._plan, settings, model)
         return [launch for launch in launches if launch.tier.name not in self._launched], (
@@ -151,6 +155,9 @@ class FirstStart:
         if made.tier is TierName.PRECISE:
             fleet.preparations.sized(weight_bytes(made.path))
         if plan is not None:
+            fleet.preparations.leave_out(plan.left_out)
+            for tier in plan.left_out:
+                fleet.configure(self._specs[tier])
             self._on_plan(plan, tuple(self._specs.values()))
         for launch in launches:
             fleet.configure(self._specs[launch.tier.name])

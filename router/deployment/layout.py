@@ -19,7 +19,7 @@ from tiers.checkpoints.precision import checkpoint_precision, told_precision
 from tiers.checkpoints.prepare import PrepareOptions, check_model, slug
 from tiers.cluster.runner import RayOptions
 from tiers.errors import CheckpointError, EngineError, PlanError, TokenizerMismatchError
-from tiers.plan import Plan, machine_name, make_plan, model_config, read_machine
+from tiers.plan import Machine, Plan, machine_name, make_plan, model_config, read_machine
 from tiers.ranking import rising
 from tiers.spec import UNKNOWN, Adapter, Adapters, Draft, EngineLaunch, TierName, TierSpec
 
@@ -149,11 +149,25 @@ def make_deployment(
     if missing:
         model = slug(settings.model.name)
         return Deployment(settings, specs, (), Plan("", ()), LateCounter(counter), model, missing, folder)
-    plan = make_plan(read_machine(), local, kv_cache_gib=settings.engine.cpu_kv_cache_gib) if local else Plan("", ())
+    plan = plan_of(settings, read_machine(), local)
+    specs, local = without(plan.left_out, specs), without(plan.left_out, local)
     precise = prepared.get(TierName.PRECISE)
     model = precise.manifest.model if precise else settings.model.name
     launches = make_launches(local, plan, settings, model)
     return Deployment(settings, specs, launches, plan, counter, model, tokenizer=folder)
+
+
+def plan_of(settings: Settings, machine: Machine, local: Sequence[TierSpec], base: Path | None = None) -> Plan:
+    """Share the machine; where memory does not suffice, tiers for whose engines the settings do not ask are left out."""
+    tiers = {name: settings.tiers.of(name) for name in settings.tiers.names}
+    drafts = {tier.draft for tier in tiers.values()}
+    asked = {name for name, tier in tiers.items() if tier.checkpoint or tier.replicas is not None}
+    optional = set(tiers) - asked - drafts
+    return make_plan(machine, local, kv_cache_gib=settings.engine.cpu_kv_cache_gib, base=base, optional=optional)
+
+
+def without(left_out: Sequence[TierName], specs: Sequence[TierSpec]) -> tuple[TierSpec, ...]:
+    return tuple(replace(spec, replicas=0, checkpoint=None) if spec.name in left_out else spec for spec in specs)
 
 
 def prepare_options(settings: Settings) -> PrepareOptions:

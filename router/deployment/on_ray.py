@@ -103,7 +103,7 @@ def wanted_replicas(spec: TierSpec, settings: Settings, model: str) -> list[Want
     resources = replica_resources(spec, tier, settings.ray.resources)
     launch = EngineLaunch(
         tier=replace(spec, urls=(), named_by=(), stated_precision=None),
-        placement=_share(spec, resources, settings.engine.cpu_kv_cache_gib),
+        placement=_share(spec, resources, settings.engine.cpu_kv_cache_gib or 1),
         python=Path(),
         served_model=model,
         host="",
@@ -151,7 +151,7 @@ def replica_resources(spec: TierSpec, tier: TierSettings, usual: Mapping[str, fl
     return wanted
 
 
-def _share(spec: TierSpec, resources: Mapping[str, float], kv_cache_gib: int) -> Placement:
+def _share(spec: TierSpec, resources: Mapping[str, float], kv_cache_gib: float) -> Placement:
     """Return an engine's share of its node: its GPUs, else as many threads as it has CPUs."""
     gpus = resources.get("GPU", 0)
     if not gpus:

@@ -122,7 +122,7 @@ def engines_on_cpu(
     model: Architecture,
     demand: Demand,
     *,
-    kv_cache: int,
+    kv_cache: Mapping[TierName, int],
     weights: Mapping[TierName, int],
     paces: Mapping[TierName, Pace],
 ) -> list[EnginePlan]:
@@ -131,13 +131,14 @@ def engines_on_cpu(
     Args:
         model: What is served.
         demand: What requests are like.
-        kv_cache: Of each engine, in bytes.
+        kv_cache: In bytes, by tier.
         weights: In bytes, by tier; of those left out, as estimated.
         paces: Measured speeds, by tier.
     """
-    estimated = {tier: model.weight_bytes(BYTES_PER_WEIGHT[precision]) for tier, precision in PRECISIONS.items()}
+    held = {tier: model.weight_bytes(BYTES_PER_WEIGHT[precision]) for tier, precision in PRECISIONS.items()}
+    held.update(weights)
     return [
-        _tier(Engine(tier, precision, {**estimated, **weights}[tier], 0, kv_cache, 2, paces.get(tier)), model, demand)
+        _tier(Engine(tier, precision, held[tier], 0, kv_cache[tier], 2, paces.get(tier)), model, demand)
         for tier, precision in PRECISIONS.items()
     ]
 

@@ -26,18 +26,18 @@ def test_cpu_engine_is_eager_and_unbound() -> None:
     """A CPU engine runs eagerly, with its own threads; its key is not on the command line."""
     argv, env = (
         engine_argv(launch(placement=Placement(threads=3, kv_cache_gib=2))),
-        engine_environment(launch(placement=Placement(threads=3, kv_cache_gib=2)), {"PATH": "/bin"}),
+        engine_environment(launch(placement=Placement(threads=3, kv_cache_gib=2)), {"VLLM_CPU_KVCACHE_SPACE": "9"}),
     )
+    assert "VLLM_CPU_KVCACHE_SPACE" not in env  # the plan's counts
     assert "--enforce-eager" in argv
     assert argv[argv.index("--distributed-executor-backend") + 1] == IN_PROCESS
     assert argv[argv.index("--max-model-len") + 1] == "2048"
     assert "secret" not in " ".join(argv)
     assert env["VLLM_API_KEY"] == "secret"
-    assert (env["OMP_NUM_THREADS"], env["VLLM_CPU_KVCACHE_SPACE"], env["VLLM_CPU_OMP_THREADS_BIND"]) == (
-        "3",
-        "2",
-        "nobind",
-    )
+    assert argv[argv.index("--kv-cache-memory-bytes") + 1] == str(2 << 30)
+    assert (env["OMP_NUM_THREADS"], env["VLLM_CPU_OMP_THREADS_BIND"]) == ("3", "nobind")
+    traced = engine_environment(launch(otlp=OtlpTarget("http://c:4317", "grpc")), {})
+    assert (env["VLLM_WORKER_MULTIPROC_METHOD"], traced["VLLM_WORKER_MULTIPROC_METHOD"]) == ("fork", "spawn")
 
 
 def test_gpu_engine_gets_its_share() -> None:

@@ -23,6 +23,7 @@ from tiers.plan import (
     make_plan,
     model_config,
     read_machine,
+    usual_kv_cache_gib,
 )
 from tiers.spec import STANDARD_TIERS, Draft, Placement, Precision, TierName, TierSpec
 
@@ -253,6 +254,15 @@ def test_a_kv_cache_for_less_than_one_request_is_refused(tmp_path: Path) -> None
     ):
         make_plan(Machine((0,), 64 * GIB, ()), [tier], kv_cache_gib=1)
     assert make_plan(Machine((0,), 64 * GIB, ()), [tier], kv_cache_gib=2).shares[0].kv_tokens == 2 * 8192
+
+
+@pytest.mark.parametrize(
+    ("per_token", "context", "sequences", "gib"),
+    [(23_040, 8192, 16, 0.5), (23_040, 2048, 16, 0.25), (23_040, 2048, 64, 0.75), (131_072, 2048, 16, 1), (131_072, 16_384, 1, 2)],
+)  # fmt: skip
+def test_kv_cache_where_nothing_is_said(per_token: int, context: int, sequences: int, gib: float) -> None:
+    """Two of the longest requests, or all sequences of 512 tokens; of a large model one request, at least 1 GiB."""
+    assert usual_kv_cache_gib(per_token, context, sequences) == gib
 
 
 @pytest.mark.parametrize(

@@ -95,10 +95,12 @@ def test_large_models_take_several_gpus() -> None:
 
 
 def test_on_a_processor_speeds_are_measured_or_unknown() -> None:
-    """Memory is that of ``engine.cpu_kv_cache_gib``; a tier without a profile has no times."""
+    """Memory is what it is told; a tier without a profile has no times."""
     speed = SpeedModel(20.0, 1.0, 30.0, 2.0, profiled=True)
     demand = Demand(100, 50, 150, max_num_seqs=16)
-    found = engines_on_cpu(SMALL, demand, kv_cache=GIB, weights={FAST: 123}, paces={PRECISE: speed})
+    found = engines_on_cpu(
+        SMALL, demand, kv_cache=dict.fromkeys(STANDARD_TIERS, GIB), weights={FAST: 123}, paces={PRECISE: speed}
+    )
     assert [each.max_sequences for each in found] == [GIB // (150 * 131_072)] * 3
     assert (found[0].weights_bytes, found[0].tpot_ms, found[0].gpus_per_replica) == (123, None, 0)
     assert found[2].tpot_ms == pytest.approx(30 + 2 * 16 + 16 * 100 / 50)
