@@ -177,8 +177,6 @@ def _started_from(checkout: Path, place: Place) -> tuple[list[str], dict[str, st
     return argv, inherited | {
         "QARR_ENGINE__LOG_DIR": str(place.folder),
         "QARR_POLICY__PROFILES": str(place.folder / "profiles"),
-        "QARR_TELEMETRY__RECENT_TRACES": "0",  # of earlier checkouts: none but the sampled ones is recorded
-        "QARR_TELEMETRY__KEEP_FAILURES": "false",
         "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
         "OTEL_TRACES_SAMPLER_ARG": "0.01",
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
