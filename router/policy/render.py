@@ -82,4 +82,5 @@ def render_budget(policy: PolicyStore) -> dict[str, Any]:
         "answers": tally.answers,
         "mean": round(tally.lost / counted, 5) if tally.answers else None,
         "budget": round(tally.allowed / counted, 5) if tally.answers else None,
+        "saved": round(1 - tally.spent / tally.highest, 4) if tally.highest else None,
     }

@@ -56,6 +56,8 @@ class LossTally:
     answers: int = 0  # their number
     lost: float = 0.0  # of them, expected to be worse than the highest precision's
     allowed: float = 0.0  # of them, those that the loss budget would have allowed to be worse
+    spent: float = 0.0  # predicted engine time of those whose cost at the highest precision was known too
+    highest: float = 0.0  # what these would have taken there
 
 
 class PolicyStore:
@@ -105,6 +107,10 @@ class PolicyStore:
         tally.answers += 1
         tally.lost += table.loss(tier, features).mean
         tally.allowed += max(table.budget(tier), table.negligible_loss)
+        chosen, highest = decision.choice.chosen, decision.choice.estimates[-1].cost
+        if chosen is not None and chosen.tier is tier and chosen.cost is not None and highest is not None:
+            tally.spent += chosen.cost
+            tally.highest += highest
 
     def worth(self, tier: TierName, kind: Kind) -> float:
         """Return what one more measured answer of a kind tells: width of the interval * share of traffic.

@@ -163,7 +163,7 @@ async def test_requests_in_flight_are_listed(tmp_path: Path, opened: Opened) -> 
         await expect(tier(page, "fast")).to_contain_text("1 of 32")
         asking.cancel()
         await expect(page.locator("#flight li")).to_have_count(0)
-        await expect(page.locator("#requests tr").first).to_contain_text("client gone")
+        await expect(page.locator("#requests tr").first).to_contain_text("client left")
 
 
 async def test_an_id_that_is_used_twice_is_listed_twice(tmp_path: Path, opened: Opened) -> None:
@@ -216,7 +216,7 @@ async def test_an_answer_can_be_stopped(tmp_path: Path, opened: Opened) -> None:
         await button(page, "Stop").click()
         await expect(page.locator("#answer-facts")).to_contain_text("stopped")
         await expect(button(page, "Send")).to_be_enabled()
-        await expect(page.locator("#requests tr").first).to_contain_text("client gone")
+        await expect(page.locator("#requests tr").first).to_contain_text("client left")
         assert stack.leases() == 0
 
 
@@ -238,7 +238,7 @@ async def test_problems_are_shown_as_the_router_words_them(tmp_path: Path, opene
         await button(page, "Send").click()
         problem = page.locator("#answer-problem")
         await expect(problem).to_contain_text(f"The engine refused the request: not {MARKUP}")
-        await expect(page.locator("#requests tr").first).to_contain_text("EngineRefused")
+        await expect(page.locator("#requests tr").first).to_contain_text("failed: engine refused")
         assert await page.locator("main img").count() == 0
 
 
@@ -397,10 +397,10 @@ async def test_expected_losses_are_a_table(tmp_path: Path, opened: Opened) -> No
 
     async with router_stack(tmp_path, {"policy": {"profiles": str(folder), "max_loss": {"code": 0.03}}}) as stack:
         async with opened(stack.url) as page:
-            await expect(code(page)).to_contain_text("1 in 25 over ≤ 1 in 8, published✓ 1 in 250 ≤ 1 in 84, published")
+            await expect(code(page)).to_contain_text("1 in 25 over the cap ≤ 1 in 8, published✓ 1 in 250 ≤ 1 in 84, published")
         await measured(stack, folder)
         async with opened(stack.url) as page:
-            await expect(code(page)).to_contain_text("1 in 12 over 1 in 6\u2013235, of 40✓ 1 in 264")
+            await expect(code(page)).to_contain_text("1 in 12 over the cap 1 in 6\u2013235, of 40✓ 1 in 264")
             await expect(page.locator("#quality")).not_to_contain_text("qarr profile quality")
             await page.get_by_label("Prompt", exact=True).fill("Write a Python function that sorts dicts by a key.")
             await expect(page.locator("#decision .verdicts")).to_contain_text("1 in 12 1 in 6\u2013235, of 40")

@@ -9,6 +9,7 @@ const EXAMPLES = {
 };
 let preview = null; // the request under way for a decision
 let sending = null; // the one for an answer
+let previewed = null; // the decision that is shown
 let typing = 0;
 
 /** Offer the fleet's tiers as hints. */
@@ -44,6 +45,7 @@ function decideSoon() {
 async function decide() {
   const form = byId("ask"), area = byId("decision");
   preview?.abort();
+  previewed = null;
   const empty = !form.elements.prompt.value.trim();
   if (empty || !form.checkValidity()) {
     area.replaceChildren(el("p", { class: "muted" }, empty ? "The decision shows here while you type." : "One of the numbers is not possible."));
@@ -53,7 +55,9 @@ async function decide() {
   area.setAttribute("aria-busy", "true");
   try {
     const decision = await askJson("/route", { method: "POST", body: bodyOf(form), signal: mine.signal });
-    if (preview === mine) area.replaceChildren(...renderDecision(decision));
+    if (preview !== mine) return;
+    previewed = decision;
+    area.replaceChildren(...renderDecision(decision));
   } catch (error) {
     if (preview === mine) area.replaceChildren(problemText(error));
   } finally {
@@ -62,7 +66,7 @@ async function decide() {
 }
 
 function renderDecision(decision) {
-  const features = `${decision.class}, ${percent(decision.confidence)} sure · ${plural(decision.prompt_tokens, "token")}`;
+  const features = `${decision.class.replaceAll("_", " ")}, ${percent(decision.confidence)} sure · ${plural(decision.prompt_tokens, "token")}`;
   const head = decision.tier
     ? el("p", { class: "to" }, "would go to ", tierName(decision.tier), decision.degraded.length ? el("span", { class: "badge missed" }, `▾ ${notAssured(decision.degraded).join(", ")}`) : null)
     : el("p", { class: "to refused" }, "✕ would be refused", known(decision.retry_after_s) ? `, possible in about ${duration(decision.retry_after_s * 1000)}` : "");
@@ -82,7 +86,7 @@ async function send(event) {
   const form = byId("ask");
   if (sending || !form.reportValidity()) return;
   const mine = (sending = new AbortController());
-  const began = performance.now();
+  const began = performance.now(), expected = previewed?.tier;
   const answer = byId("answer"), facts = byId("answer-facts");
   byId("answer-area").hidden = false;
   put(answer, "");
@@ -90,7 +94,7 @@ async function send(event) {
   byId("answer-problem").replaceChildren();
   working(true);
   try {
-    await receive(await ask("/generate", { method: "POST", body: { ...bodyOf(form), stream: true }, signal: mine.signal }), began);
+    await receive(await ask("/generate", { method: "POST", body: { ...bodyOf(form), stream: true }, signal: mine.signal }), began, expected);
   } catch (error) {
     if (mine.signal.aborted) { facts.append(" · stopped"); announce("stopped"); }
     else byId("answer-problem").replaceChildren(problemText(error));
@@ -101,13 +105,14 @@ async function send(event) {
 }
 
 /** Show a stream as it comes. */
-async function receive(response, began) {
+async function receive(response, began, expected) {
   const answer = byId("answer"), facts = byId("answer-facts");
   const tier = response.headers.get("x-qarr-tier"), id = response.headers.get("x-request-id");
   const reason = response.headers.get("x-qarr-reason");
   let first = null, ended = false;
   const overflow = response.headers.get("x-qarr-overflow");
   facts.replaceChildren(...(tier ? [tierName(tier)] : overflow ? [`overflow: ${overflow}`] : []), " writes");
+  const changed = tier && expected && tier !== expected ? `The preview said ${expected}. When it was sent: ${reason ?? "no reason is known"}.` : "";
   if (reason) facts.title = reason;
   for await (const { name, data } of eventsOf(response)) {
     if (name === "message") {
@@ -117,6 +122,7 @@ async function receive(response, began) {
     } else if (name === "done") {
       ended = true;
       closing(facts, JSON.parse(data), first, performance.now() - began, id);
+      if (changed) facts.append(el("br"), changed);
     } else if (name === "error") {
       throw new Problem(0, JSON.parse(data), null);
     }

@@ -148,9 +148,15 @@ function link(address, text) {
 class Series {
   constructor(least, most) {
     this.values = new Array(least).fill(null);
-    this.most = most;
+    Object.assign(this, { least, most, heard: 0 });
+  }
+  /** Put what was before the first value that was heard. */
+  precede(before) {
+    const told = [...before, ...(this.heard ? this.values.slice(-this.heard) : [])];
+    this.values = [...new Array(Math.max(this.least - told.length, 0)).fill(null), ...told].slice(-this.most);
   }
   push(value) {
+    this.heard = Math.min(this.heard + 1, this.most);
     this.values.push(known(value) ? value : null);
     if (this.values.length > this.most || this.values[0] === null) this.values.shift();
   }

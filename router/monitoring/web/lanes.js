@@ -111,7 +111,7 @@ class Lane {
   }
 
   #drawMark(pen, mark, now, w, h, style) {
-    const r = 4.5, x = r + 2 + mark.x * (w - 2 * r - 4), y = r + 5 + mark.y * (h - 2 * r - 10);
+    const r = 4.5, x = r + 2 + mark.x * (w - 2 * r - 4), y = r + 15 + mark.y * (h - 2 * r - 20);
     const left = mark.leaving ? 1 - (now - mark.leaving) / LEAVING_MS : 1;
     const bad = mark.leaving && !mark.ok;
     pen.globalAlpha = Math.max(0, left);

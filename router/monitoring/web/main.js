@@ -50,7 +50,9 @@ async function refresh() {
   refreshOperations();
   decide();
   try {
-    addRecords((await askJson("/requests?limit=1000")).requests);
+    const { requests, scope } = await askJson("/requests?limit=1000");
+    addRecords(requests);
+    if (scope === "all") fillPlots(requests);
     openNamed();
   } catch {
     // The connection tells what is wrong; this is tried again with it.

@@ -17,8 +17,12 @@ async function refreshPolicy() {
 
 /** The budget's rule, and what the answers since the start are expected to have lost beside what they may. */
 function showBudget(budget) {
-  const { rule, answers, mean, budget: allowed } = budget ?? {};
+  const { rule, answers, mean, budget: allowed, saved } = budget ?? {};
+  const highest = fleet.tiers.at(-1)?.tier;
+  put(byId("sum-saved"), known(saved) ? percent(saved) : NONE);
+  put(byId("sum-saved-of"), known(saved) ? `against all on ${highest}` : answers ? "speeds not measured yet" : "no answers yet");
   put(byId("sum-loss"), loss(mean));
+  byId("sum-loss").parentNode.classList.toggle("bad", mean > allowed);
   put(byId("sum-loss-of"), known(allowed) ? `${loss(allowed)} allowed` : "no answers yet");
   byId("budget").hidden = !budget;
   if (!budget) return;
@@ -54,12 +58,11 @@ function unmeasured() {
 function lossTable({ losses, negligible_loss, max_loss }, classes, tiers) {
   const cell = (tier, kind, complexity) => {
     const found = losses[tier][kind][complexity], over = found.mean > (max_loss[kind] ?? 1);
-    return el("td", { class: "num" }, found.mean <= negligible_loss ? el("span", { title: "As good as the highest precision" }, "✓ ") : null, loss(found.mean), over ? " over" : "", lossBasis(found.low, found.high, found.answers));
+    return el("td", { class: over ? "num over" : "num" }, found.mean <= negligible_loss ? el("span", { title: "As good as the highest precision" }, "✓ ") : null, loss(found.mean), over ? " over the cap" : "", lossBasis(found.low, found.high, found.answers));
   };
-  const row = (kind) => ([complexity], n, all) => el("tr", {},
-    n ? null : el("th", { scope: "rowgroup", rowspan: all.length }, kind.replaceAll("_", " "), known(max_loss[kind]) ? el("small", {}, `cap ${loss(max_loss[kind])}`) : null),
-    el("th", { scope: "row" }, complexity), tiers.map((t) => cell(t, kind, complexity)));
-  return figuresTable("Expected loss", ["Class", "Complexity"], tiers, classes.map((c) => el("tbody", {}, Object.entries(losses[tiers[0]][c]).map(row(c)))));
+  const head = (kind) => el("tr", {}, el("th", { scope: "rowgroup", class: "kind", colspan: 1 + tiers.length }, kind.replaceAll("_", " "), known(max_loss[kind]) ? el("small", {}, ` cap ${loss(max_loss[kind])}`) : null));
+  const row = (kind, complexity) => el("tr", {}, el("th", { scope: "row" }, complexity), tiers.map((t) => cell(t, kind, complexity)));
+  return figuresTable("Expected loss", ["Prompts"], tiers, classes.map((c) => el("tbody", {}, head(c), Object.keys(losses[tiers[0]][c]).map((complexity) => row(c, complexity)))));
 }
 
 /** How live answers of a tier compare to the highest precision's: it shows drift, and decides nothing. */

@@ -11,7 +11,9 @@ const recordKey = (r) => `${r.at}|${r.request_id}`;
 const FILTERS = {
   all: () => true,
   missed: (r) => r.sla_met === false,
-  failed: (r) => r.outcome !== "ok",
+  failed: (r) => r.outcome === "error",
+  refused: (r) => r.outcome === "refused",
+  gone: (r) => r.outcome === "client_gone",
   moved: (r) => r.attempts_failed > 0 || r.continued_on.length > 0,
   degraded: (r) => r.degraded.length > 0,
 };
@@ -24,7 +26,7 @@ function addRecords(added) {
   // In the order in which they ended: the newest first.
   let good = 0;
   records = [...fresh, ...records].sort((a, b) => ended(b) - ended(a))
-    .filter((r) => FILTERS.failed(r) || FILTERS.missed(r) || ++good <= KEPT).slice(0, MOST_KEPT);
+    .filter((r) => r.outcome !== "ok" || FILTERS.missed(r) || ++good <= KEPT).slice(0, MOST_KEPT);
   showRequests();
 }
 
@@ -54,11 +56,14 @@ function showRequests() {
   put(byId("newer"), newer ? `${count(newer)} newer` : held ? "held" : "");
 }
 
+/** A code or an error's name as words: over_budget, EngineRefused. */
+const inWords = (code) => code.replace(/(?<=[a-z])(?=[A-Z])/g, " ").replaceAll("_", " ").toLowerCase();
+
 /** The words for how a request ended, with a mark. */
 function outcome(r) {
-  if (r.outcome === "refused") return ["refused", `✕ refused: ${(r.error ?? "").replaceAll("_", " ")}`];
-  if (r.outcome === "error") return ["error", `✕ ${r.error ?? "failed"}`];
-  if (r.outcome === "client_gone") return ["gone", "– client gone"];
+  if (r.outcome === "refused") return ["refused", `✕ refused: ${inWords(r.error ?? "")}`];
+  if (r.outcome === "error") return ["error", `✕ failed: ${inWords(r.error ?? "")}`];
+  if (r.outcome === "client_gone") return ["gone", "– client left"];
   if (r.sla_met === false) return ["missed", "▾ SLA missed"];
   if (r.sla_met === true) return ["met", "✓ SLA met"];
   return ["ok", "✓ done"];
@@ -79,8 +84,23 @@ function notAssured(degraded) {
   return [...(given.length ? [`${given.join(" and ")} given up`] : []), ...(degraded.includes("unmeasured") ? ["not measured: a bound may break"] : [])];
 }
 
-/** The reason without the class, which has a column of its own. */
-const briefly = (r) => r.reason.replace(`class ${r.class}: `, "");
+/** The reason without class and complexity, which have a column of their own. */
+function briefly({ reason }) {
+  const [, kind, complexity, why] = /^([a-z ]+), (trivial|moderate|complex): (.*)$/s.exec(reason) ?? [null, "", "", reason];
+  return { doubtful: kind.startsWith("probably "), complexity, why };
+}
+
+/** Times of a request; an answer that is not streamed has no first token that anyone sees, but a speed. */
+const wholeSpeed = (r) => (known(r.ttft_ms) || !r.output_tokens || !r.duration_ms ? null : `${rate((1000 * r.output_tokens) / r.duration_ms)} tokens/s`);
+
+/** Choose which requests are listed. */
+function showOnly(filter) {
+  const chosen = byId("filter");
+  chosen.value = filter;
+  showRequests();
+  chosen.scrollIntoView({ block: "center" });
+  chosen.focus();
+}
 
 function tierCell(r) {
   if (r.overflow) return el("span", { class: "moved", title: "every tier was full: a server outside of the fleet answered" }, `overflow: ${r.overflow}`);
@@ -94,18 +114,19 @@ function tierCell(r) {
 
 function makeRequest(r) {
   const [kind, words] = outcome(r);
+  const { doubtful, complexity, why } = briefly(r), speed = wholeSpeed(r);
   const cell = (name, label, ...children) => el("td", { role: "cell", class: name, "data-label": label }, ...children);
   const open = el("button", { type: "button", class: "open", "aria-haspopup": "dialog", "aria-label": `Details of the request that ended at ${timeOf(ended(r))}, ${r.class}, ${words}` }, timeOf(ended(r)));
   const row = el("tr", { role: "row", "data-outcome": kind, "data-request": r.request_id },
     cell("at", "Ended", open),
-    cell("class", "Class", r.class),
+    cell("class", "Class", r.class.replaceAll("_", " "), doubtful ? "?" : "", complexity ? el("small", {}, ` ${complexity}`) : null),
     cell("which", "Tier", tierCell(r)),
-    cell("why", "Reason", el("span", { class: "clip", title: r.reason }, [...detours(r), briefly(r)].join(" · "))),
-    cell("num", "Tokens", `${count(r.prompt_tokens)} → ${count(r.output_tokens)}`),
-    cell("num", "TTFT", duration(r.ttft_ms)),
-    cell("num", "TPOT", duration(r.tpot_ms)),
+    cell("why", "Reason", el("span", { class: "clip", title: r.reason }, [...detours(r), why].join(" · "))),
+    cell("num tokens", "Tokens", `${count(r.prompt_tokens)} → ${count(r.output_tokens)}`),
+    ...(speed ? [el("td", { role: "cell", class: "num speed", colspan: "2", "aria-colspan": "2", title: "not streamed: the answer came as a whole" }, speed)]
+      : [cell("num", "TTFT", duration(r.ttft_ms)), cell("num tpot", "TPOT", duration(r.tpot_ms))]),
     cell("num", "Total", duration(r.duration_ms)),
-    cell("outcome", "End", el("span", { class: `badge ${kind}` }, words)));
+    cell("outcome", "Outcome", el("span", { class: `badge ${kind}` }, words)));
   row.addEventListener("click", () => { if (!String(getSelection())) openRequest(r); });
   return row;
 }
@@ -115,7 +136,7 @@ const LISTED = 50;
 
 function showInFlight({ in_flight, in_flight_total }) {
   sync(byId("flight"), in_flight.slice(0, LISTED), (r) => r.request_id,
-    (r) => el("li", { title: r.request_id }, el("span", {}), el("span", {}, r.class), el("span", { class: "stage" }), el("span", { class: "num" })),
+    (r) => el("li", { title: r.request_id }, el("span", {}), el("span", {}, r.class.replaceAll("_", " ")), el("span", { class: "stage" }), el("span", { class: "num" })),
     (node, r) => {
       const [tier, , stage, age] = node.children;
       const where = r.overflow ? `overflow: ${r.overflow}` : String(r.tier);

@@ -29,6 +29,25 @@ function gapInSeries() {
   for (const row of rows.values()) row.gap();
 }
 
+let filled = false;
+
+/** Draw what the last requests tell of the time before the page was opened. */
+function fillPlots(past) {
+  if (filled || !past.length) return;
+  filled = true;
+  const seconds = Math.min(MOST_SECONDS, Math.floor(fleet.at - Math.min(...past.map(ended))));
+  for (const [tier, row] of rows) {
+    row.fill(past.filter((r) => (r.served_by ?? r.tier) === tier), fleet.in_flight.filter((r) => r.tier === tier), seconds);
+  }
+}
+
+/** Tokens a second at a time: each request's were written evenly. */
+const speedAt = (spans, at) => sum(spans, ({ from, to, tokens }) => (from <= at && at < to ? tokens / (to - from) : 0));
+
+function share(values, part) {
+  return values.length ? values.sort((a, b) => a - b)[Math.floor((values.length - 1) * part)] : null;
+}
+
 const sum = (items, of) => items.reduce((total, item) => total + (of(item) ?? 0), 0);
 
 function showSums({ tiers, waiting, in_flight_total, totals, window_s }) {
@@ -41,10 +60,13 @@ function showSums({ tiers, waiting, in_flight_total, totals, window_s }) {
   put(byId("sum-sla"), asked ? percent(met / asked) : NONE);
   put(byId("sum-sla-of"), asked ? `${count(met)} of ${count(asked)} with bounds` : `none with bounds in ${window_s} s`);
   sync(byId("totals"), TOTALS.filter(([name]) => totals[name] || name === "requests"), ([name]) => name,
-    () => el("li", {}, el("b"), " ", el("span")),
+    ([name]) => {
+      const parts = [el("b"), " ", el("span")];
+      return el("li", {}, SHOWN_BY[name] ? el("button", { type: "button", class: "open", title: "Show these requests", onclick: () => showOnly(SHOWN_BY[name]) }, parts) : el("span", {}, parts));
+    },
     (item, [name, one, many]) => {
-      put(item.firstChild, count(totals[name]));
-      put(item.lastChild, totals[name] === 1 ? one : many ?? one);
+      put(item.firstChild.firstChild, count(totals[name]));
+      put(item.firstChild.lastChild, totals[name] === 1 ? one : many ?? one);
     });
 }
 
@@ -69,9 +91,11 @@ function showMeasuring(profiling) {
 }
 
 const TOTALS = [
-  ["requests", "request", "requests"], ["ok", "answered"], ["refused", "refused"], ["errors", "failed"], ["client_gone", "given up by clients"],
+  ["requests", "request", "requests"], ["ok", "answered"], ["refused", "refused"], ["errors", "failed"], ["client_gone", "left by clients"],
   ["retries", "retry", "retries"], ["continuations", "continued elsewhere"],
 ];
+
+const SHOWN_BY = { refused: "refused", errors: "failed", client_gone: "gone", retries: "moved", continuations: "moved" }; // filters of the list
 
 function showTitle({ tiers }) {
   const bad = tiers.filter((t) => t.state !== "ready");
@@ -112,6 +136,7 @@ class TierRow {
     this.detail = el("p", { class: "why", hidden: true });
     this.coming = { step: el("p", { class: "clip" }), left: el("p"), bar: el("div") };
     this.comingNode = el("div", { class: "coming", hidden: true }, Object.values(this.coming));
+    this.idle = el("span", { class: "idle" }, "idle");
     this.lane = el("canvas", { class: `lane ${tierClass(tier)}`, "aria-hidden": "true" });
     this.figures = {
       load: figure("In flight", "Requests on the engine, and how many it takes at once"),
@@ -126,7 +151,7 @@ class TierRow {
     this.summary = el("summary");
     this.node = el("li", { class: `tier ${tierClass(tier)}`, "data-tier": tier },
       el("div", { class: "who" }, el("h3", {}, tierName(tier)), this.precision, this.state),
-      el("div", { class: "track" }, this.lane, this.comingNode),
+      el("div", { class: "track" }, this.lane, el("span", { "aria-hidden": "true" }, "reads"), el("span", { "aria-hidden": "true" }, "writes"), this.idle, this.comingNode),
       el("dl", { class: "figures" }, Object.values(this.figures).map((f) => f.node)),
       this.detail,
       el("details", { class: "more-replicas" }, this.summary, this.replicas));
@@ -137,12 +162,28 @@ class TierRow {
     for (const series of Object.values(this.series)) series.push(null);
   }
 
+  fill(past, open, seconds) {
+    const { at, window_s } = fleet, { speed, ttft, ttft95, tpot, tpot95 } = this.series;
+    const times = Array.from({ length: Math.max(seconds, 0) }, (_, n) => at - seconds + n);
+    const spans = [
+      ...past.map((r) => ({ from: r.at + (r.ttft_ms ?? 0) / 1000, to: ended(r), tokens: r.output_tokens })),
+      ...open.map((r) => ({ from: at - r.age_ms / 1000, to: at, tokens: r.output_tokens })),
+    ].filter(({ from, to }) => to > from);
+    const recent = (name, part) => times.map((t) => share(past.filter((r) => ended(r) <= t && ended(r) > t - window_s).map((r) => r[name]).filter(known), part));
+    speed.precede(times.map((t) => speedAt(spans, t)));
+    ttft.precede(recent("ttft_ms", 0.5));
+    ttft95.precede(recent("ttft_ms", 0.95));
+    tpot.precede(recent("tpot_ms", 0.5));
+    tpot95.precede(recent("tpot_ms", 0.95));
+  }
+
   update(tier, { in_flight }) {
     const { load, speed, ttft, tpot, sla, kv, requests } = this.figures;
     put(this.precision, tier.preparing ? "" : tier.precision); // before there is a checkpoint nobody knows
     putState(this.state, tier.state);
     const inFlight = sum(tier.replicas, placesTaken);
     const limit = sum(tier.replicas, (r) => r.limit ?? tier.max_in_flight);
+    this.idle.hidden = inFlight > 0 || tier.state !== "ready";
     put(load.value, count(inFlight));
     put(load.more, ` of ${count(limit)}`);
     bar(load.below, limit ? inFlight / limit : 0);
@@ -153,8 +194,7 @@ class TierRow {
     sparkline(speed.below, this.series.speed);
     put(sla.value, tier.sla?.asked ? percent(tier.sla.met / tier.sla.asked) : NONE);
     put(sla.more, tier.sla?.asked ? ` ${count(tier.sla.met)} of ${count(tier.sla.asked)}` : "");
-    bar(sla.below, tier.sla?.asked ? tier.sla.met / tier.sla.asked : 0);
-    sla.below.firstChild.classList.add("good");
+    sla.node.classList.toggle("bad", tier.sla?.met < tier.sla?.asked);
     const fullest = Math.max(...tier.replicas.map((r) => r.kv_cache_usage ?? -1));
     put(kv.value, fullest < 0 ? NONE : percent(fullest));
     bar(kv.below, Math.max(0, fullest));

@@ -7,7 +7,7 @@ let opened = null;
 function openRequest(r) {
   opened = r;
   const dialog = byId("details"), [kind, words] = outcome(r);
-  byId("details-title").replaceChildren(r.class, " → ", tierCell(r));
+  byId("details-title").replaceChildren(r.class.replaceAll("_", " "), " → ", tierCell(r));
   byId("details-badge").className = `badge ${kind}`;
   put(byId("details-badge"), words);
   put(byId("details-reason"), r.reason);
@@ -26,11 +26,11 @@ function facts(r) {
   const predicted = (value) => (known(value) ? ` (predicted ${duration(value)}` : " (not predicted");
   const list = [
     ["Arrived", calendar.format(new Date(r.at * 1000))],
-    ["Class", `${r.class}, ${percent(r.confidence)} sure`],
+    ["Class", `${r.class.replaceAll("_", " ")}, ${percent(r.confidence)} sure`],
     ["Decided by", (BASES[r.basis] ?? r.basis ?? NONE)],
     ["Served by", r.replica ? `${r.replica}${r.precision ? `, ${r.precision}` : ""}` : NONE],
-    ["TTFT", `${duration(r.ttft_ms)}${predicted(r.predicted_ttft_ms)}${bound(sla?.ttft_ms)})`],
-    ["TPOT", `${duration(r.tpot_ms)}${predicted(r.predicted_tpot_ms)}${bound(sla?.tpot_ms)})`],
+    ["TTFT", `${wholeSpeed(r) ? "not streamed" : duration(r.ttft_ms)}${predicted(r.predicted_ttft_ms)}${bound(sla?.ttft_ms)})`],
+    ["TPOT", `${wholeSpeed(r) ?? duration(r.tpot_ms)}${predicted(r.predicted_tpot_ms)}${bound(sla?.tpot_ms)})`],
     ["Total", duration(r.duration_ms)],
     ["Queue", duration(r.queue_ms)],
     ["Overhead", duration(r.overhead_ms)],
@@ -42,7 +42,7 @@ function facts(r) {
   ];
   if (known(sla?.max_quality_loss)) list.push(["Loss allowed", loss(sla.max_quality_loss)]);
   if (detours(r).length) list.push(["On the way", detours(r).join(", ")]);
-  if (r.error) list.push(["Error", r.error.replaceAll("_", " ")]);
+  if (r.error) list.push(["Error", el("span", { class: "error-text" }, inWords(r.error))]);
   if (r.key) list.push(["Key", r.key]);
   if (r.checkpoint) list.push(["Checkpoint", el("code", {}, r.checkpoint)]);
   return [...list, ["Request", el("code", {}, r.request_id)], ["Trace", el("code", {}, r.trace_id)]];

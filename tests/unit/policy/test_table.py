@@ -13,10 +13,11 @@ from classifier import PromptClass
 from classifier.kinds import Complexity
 from router.policy.decide import decide
 from router.policy.profiles import latency_name, profile_name
+from router.policy.render import render_budget
 from router.policy.table import PolicyStore, policy_table
 from router.settings import load_settings
 from tests.unit.policy.made_profiles import IDENTITIES, counted, fit, latency, quality
-from tests.unit.policy.test_decide import TABLE, fleet, query
+from tests.unit.policy.test_decide import MEASURED, TABLE, fleet, query
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
@@ -131,6 +132,11 @@ def test_answers_count_against_the_budget_unless_the_caller_chose() -> None:
     store.served(decide(query(hint=FAST), fleet(), TABLE), FAST)
     store.served(decide(query(), fleet(), TABLE), None)
     assert (store.tally.answers, store.tally.lost, store.tally.allowed) == (1, mean(store), 0.02)
+    assert render_budget(store)["saved"] is None, "nobody knows yet how long the highest precision takes"
+    decision = decide(query(), fleet(speeds=MEASURED), TABLE)
+    store.served(decision, FAST)
+    spent, highest = decision.estimate(FAST).cost, decision.estimate(PRECISE).cost
+    assert spent is not None and highest is not None and render_budget(store)["saved"] == round(1 - spent / highest, 4)
 
 
 def test_a_slower_tier_that_loses_more_is_pointless(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
