@@ -4,8 +4,8 @@ uv comes from the package index, checked against the hashes in requirements/uv.t
 QARR_CACHE_DIR. What it downloads is kept there too, so that environments share files.
 
 uv does not read pip's variables or pip.conf. So that a machine on which pip finds its index needs no second configuration,
-they are passed on in uv's own variables, unless those are set. Where none names an index or a folder, uv itself knows where the
-CPU builds are that requirements/*-cpu.txt lock.
+they are passed on in uv's own variables, unless those are set. Where none names an index or a folder, uv itself knows where
+the CPU builds are that requirements/*-cpu.txt lock.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def uv_settings(pip: dict[str, str], environment: dict[str, str]) -> dict[str, s
 
 
 def torch_backend(arguments: list[str], environment: dict[str, str]) -> list[str]:
-    """Return the option that lets uv find torch's CPU build, for a lock that has it, unless it is told where packages are."""
+    """Return the option with which uv finds torch's CPU build, for a lock that has it, unless told where packages are."""
     locked = any(argument.endswith("-cpu.txt") for argument in arguments)
     told = any(environment.get(name) for name in PLACES) or any(each.startswith(PLACE_OPTIONS) for each in arguments)
     return ["--torch-backend", "cpu"] if arguments[:2] == ["pip", "install"] and locked and not told else []
