@@ -4,7 +4,8 @@ uv comes from the package index, checked against the hashes in requirements/uv.t
 QARR_CACHE_DIR. What it downloads is kept there too, so that environments share files.
 
 uv does not read pip's variables or pip.conf. So that a machine on which pip finds its index needs no second configuration,
-they are passed on in uv's own variables, unless those are set.
+they are passed on in uv's own variables, unless those are set. Where none names an index or a folder, uv itself knows where
+the CPU builds are that requirements/*-cpu.txt lock.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ SAME = (
     ("default-timeout", ("UV_HTTP_TIMEOUT",), None),
     ("timeout", ("UV_HTTP_TIMEOUT",), None),
 )
+# What says where packages are. If any is set, nothing else is asked.
+PLACES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS", "UV_TORCH_BACKEND")
+PLACE_OPTIONS = ("--index", "--default-index", "--extra-index-url", "--find-links", "--no-index", "--torch-backend")
 
 
 def pip_settings(python: Path) -> dict[str, str]:
@@ -56,6 +60,13 @@ def uv_settings(pip: dict[str, str], environment: dict[str, str]) -> dict[str, s
             "unsafe-best-match"  # all indexes alike, as pip does; hashes say which file is right
         )
     return told
+
+
+def torch_backend(arguments: list[str], environment: dict[str, str]) -> list[str]:
+    """Return the option with which uv finds torch's CPU build, for a lock that has it, unless told where packages are."""
+    locked = any(argument.endswith("-cpu.txt") for argument in arguments)
+    told = any(environment.get(name) for name in PLACES) or any(each.startswith(PLACE_OPTIONS) for each in arguments)
+    return ["--torch-backend", "cpu"] if arguments[:2] == ["pip", "install"] and locked and not told else []
 
 
 def install_uv(environments: Path) -> Path:
@@ -96,8 +107,9 @@ def main() -> None:
     arguments = sys.argv[1:]
     if arguments[:1] == ["pip"] and pip.get("no-index", "").lower() in {"1", "on", "true", "yes"}:
         arguments.append("--no-index")
-    program = installed / "bin/uv"
-    os.execve(program, [str(program), *arguments], {**ours, **environment})  # noqa: S606
+    program, environment = installed / "bin/uv", {**ours, **environment}
+    arguments += torch_backend(arguments, environment)
+    os.execve(program, [str(program), *arguments], environment)  # noqa: S606
 
 
 if __name__ == "__main__":

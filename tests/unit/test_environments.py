@@ -89,6 +89,17 @@ def test_uv_is_told_what_pip_is_told() -> None:
     assert set(translate(pip, own)) == {"UV_FIND_LINKS", "UV_INSECURE_HOST", "ALL_PROXY"}
 
 
+def test_uv_finds_torchs_cpu_build_unless_it_is_told_where_packages_are() -> None:
+    """Only for a lock that has it; a variable, pip's included, or an option stands."""
+    backend, argv = uv_script().torch_backend, ["pip", "install", "-r", "requirements/engine-cpu.txt"]
+    assert backend(argv, {"UV_CACHE_DIR": "/c", "UV_INDEX": ""}) == ["--torch-backend", "cpu"]
+    for given in ({"UV_FIND_LINKS": "/wheels"}, {"UV_DEFAULT_INDEX": "http://a.test"}, {"UV_TORCH_BACKEND": "auto"}):
+        assert backend(argv, given) == []
+    assert backend([*argv, "--no-index"], {}) == backend([*argv, "--find-links=/w"], {}) == []
+    assert backend(["pip", "install", "-r", "requirements/engine-cuda.txt"], {}) == []
+    assert backend(["pip", "compile", "requirements/engine-cpu.txt"], {}) == []
+
+
 @pytest.mark.parametrize("right", [True, False], ids=["right hash", "another hash"])
 def test_only_files_with_the_locked_hash_are_installed(tmp_path: Path, *, right: bool) -> None:
     """From a folder that PIP_FIND_LINKS names, where no index may be asked."""

@@ -17,6 +17,7 @@ from tiers.spec import STANDARD_TIERS, ReplicaStatus
 @pytest.fixture(autouse=True)
 def _no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QARR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("QARR_SERVER__PORT", "9")  # where no router runs, whatever else this machine does
 
 
 def test_the_prompt_is_an_argument_or_standard_input() -> None:

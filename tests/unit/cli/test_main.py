@@ -40,7 +40,7 @@ def test_help_explains(command: tuple[str, ...]) -> None:
 def test_classify_jsonl(tmp_path: Path) -> None:
     """One JSON object a line, in order, with the promised fields; non-ASCII and blank lines pass."""
     lines = '{"text": "hi"}\n\n{"text": "Schreibe eine Python-Funktion, die Primzahlen z\u00e4hlt"}\n'
-    done = qarr("classify", "--jsonl", stdin=lines, QARR_CACHE_DIR=str(tmp_path))
+    done = qarr("classify", "--jsonl", stdin=lines, QARR_CACHE_DIR=str(tmp_path), QARR_SERVER__PORT="9")
     assert done.returncode == 0, done.stderr
     greeting, code = [json.loads(line) for line in done.stdout.splitlines()]
     fields = {"contains_code", "asks_for_code", "language", "class", "confidence", "tokens", "tier"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import pytest
 from router.deployment.first_start import NICENESS
 from tests.unit.first_up import first_up
 from tests.unit.own_engines import until
+from tests.unit.own_router import QARR
+from tiers.plan import read_machine
 from tiers.preparing import ENGINE_START_S, TYPICAL, WRITING_S, Preparations, about
 from tiers.spec import STANDARD_TIERS, TierName
 
@@ -122,6 +125,26 @@ async def test_an_engine_waits_for_its_drafts_checkpoint(tmp_path: Path, order: 
         assert drafts == (order == "done")
         assert ("precise      starts without its draft, whose checkpoint could not be made" in up.said()) != drafts
         assert await up.end() == 0
+
+
+@pytest.mark.anyio
+async def test_what_fits_is_started(tmp_path: Path) -> None:
+    """At the first start, and at the next; a line says what is left out. A tier that is asked for is an error instead."""
+    third = {"QARR_ENGINE__CPU_KV_CACHE_GIB": f"{read_machine().memory_available * 0.36 / GIB:.2f}"}
+    async with first_up(tmp_path, **third) as up:
+        up.tell("bf16", "done")
+        up.tell("fp8", "done")
+        up.tell("awq", "done")
+        await up.until_states(precise="ready", balanced="absent", fast="ready")
+        await until(lambda: "all tiers ready. Ctrl-C stops" in up.said())
+        assert "left out: balanced. 3 CPU engines need about" in up.said()
+        assert await up.end() == 0
+        asked = {f"QARR_TIERS__{tier.upper()}__REPLICAS": "1" for tier in STANDARD_TIERS}
+        argv = [QARR, "up", "--port", up.url.rpartition(":")[2]]
+        again = await asyncio.to_thread(
+            subprocess.run, argv, env={**up.env, **asked}, capture_output=True, text=True, check=False, timeout=30
+        )
+        assert (again.returncode, "3 CPU engines need about" in again.stderr) == (2, True)
 
 
 @pytest.mark.anyio

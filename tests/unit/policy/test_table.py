@@ -136,7 +136,9 @@ def test_answers_count_against_the_budget_unless_the_caller_chose() -> None:
     decision = decide(query(), fleet(speeds=MEASURED), TABLE)
     store.served(decision, FAST)
     spent, highest = decision.estimate(FAST).cost, decision.estimate(PRECISE).cost
-    assert spent is not None and highest is not None and render_budget(store)["saved"] == round(1 - spent / highest, 4)
+    assert spent is not None
+    assert highest is not None
+    assert render_budget(store)["saved"] == round(1 - spent / highest, 4)
 
 
 def test_a_slower_tier_that_loses_more_is_pointless(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

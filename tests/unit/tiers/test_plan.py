@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from tiers.plan import (
     Gpu,
     Machine,
     expected_bytes,
+    group_room,
     kv_bytes_per_token,
     lacking_for_one_more,
     machine_name,
@@ -95,6 +97,43 @@ def test_cpu_plan_shares_cores_and_checks_memory(tmp_path: Path) -> None:
     assert [s.placement.cores for s in many.shares] == [(1, 2), (3, 4), (5, 6)]
     with pytest.raises(PlanError, match="GiB of memory"):
         make_plan(Machine((0, 1), 4 * GIB, ()), specs(tmp_path, small), kv_cache_gib=1)
+
+
+def test_where_not_all_fit_some_are_left_out(tmp_path: Path) -> None:
+    """Balanced first, then fast; precise only where it does not fit alone; never one that is asked for, nor the last."""
+    machines = [Machine((0, 1), int(gib * GIB), ()) for gib in (40, 30, 21, 11, 3)]
+    tiers = specs(tmp_path, {FAST: 2, BALANCED: 4, PRECISE: 8})
+    plans = [make_plan(machine, tiers, kv_cache_gib=1, optional=STANDARD_TIERS) for machine in machines[:4]]
+    assert [plan.left_out for plan in plans] == [(), (BALANCED,), (BALANCED, FAST), (BALANCED, PRECISE)]
+    assert [tuple(share.tier for share in plan.shares) for plan in plans] == [
+        STANDARD_TIERS,
+        (FAST, PRECISE),
+        (PRECISE,),
+        (FAST,),
+    ]
+    assert "3 CPU engines need about" in plans[1].lacking
+    assert plans[0].lacking == ""
+    with pytest.raises(PlanError, match="1 CPU engine needs about"):
+        make_plan(machines[4], tiers, kv_cache_gib=1, optional=STANDARD_TIERS)
+    with pytest.raises(PlanError, match="2 CPU engines need about"):
+        make_plan(machines[2], tiers, kv_cache_gib=1, optional=(FAST,))
+
+
+@pytest.mark.parametrize(
+    ("line", "limit", "used", "cached"),
+    [("0::/a/b", "a/memory.max", "a/memory.current", "inactive_file"),
+     ("4:memory:/a/b", "memory/a/memory.limit_in_bytes", "memory/a/memory.usage_in_bytes", "total_inactive_file")],
+)  # fmt: skip
+def test_a_control_groups_limit_counts(tmp_path: Path, line: str, limit: str, used: str, cached: str) -> None:
+    """Of either version, that of a group above included; files that it keeps in memory give way."""
+    assert group_room(tmp_path, tmp_path / "own") == sys.maxsize
+    (tmp_path / "own").write_text(f"3:cpu:/\n{line}\n")
+    (tmp_path / limit).parent.mkdir(parents=True)
+    (tmp_path / limit).with_name("memory.stat").write_text(f"rss 9\n{cached} 100\n")
+    (tmp_path / used).write_text("600\n")
+    for most, room in (("max", sys.maxsize), ("1000", 500), ("100", 0)):
+        (tmp_path / limit).write_text(f"{most}\n")
+        assert group_room(tmp_path, tmp_path / "own") == room
 
 
 def test_quantized_weights_take_twice_their_size_where_the_plugin_computes_them(tmp_path: Path) -> None:
