@@ -397,7 +397,9 @@ async def test_expected_losses_are_a_table(tmp_path: Path, opened: Opened) -> No
 
     async with router_stack(tmp_path, {"policy": {"profiles": str(folder), "max_loss": {"code": 0.03}}}) as stack:
         async with opened(stack.url) as page:
-            await expect(code(page)).to_contain_text("1 in 25 over the cap ≤ 1 in 8, published✓ 1 in 250 ≤ 1 in 84, published")
+            await expect(code(page)).to_contain_text(
+                "1 in 25 over the cap ≤ 1 in 8, published✓ 1 in 250 ≤ 1 in 84, published"
+            )
         await measured(stack, folder)
         async with opened(stack.url) as page:
             await expect(code(page)).to_contain_text("1 in 12 over the cap 1 in 6\u2013235, of 40✓ 1 in 264")
