@@ -13,7 +13,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from router.cli.main import make_app
-from router.cli.show_settings import table
+from router.cli.show_settings import rows
 from router.settings import Settings
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -75,13 +75,19 @@ def render() -> dict[str, str]:
         json.dumps(Settings.model_json_schema(), indent=2),
     )
     return {
-        "settings.md": f"{SETTINGS_HEAD}\n{table()}\n",
+        "settings.md": f"{SETTINGS_HEAD}\n{settings()}\n",
         "settings.schema.json": portable + "\n",
         README: COST.sub(lambda _: cost(), (DOCS / README).read_text("utf-8"), count=1),
         "routing.md": TABLE.sub(lambda _: predictions(), (DOCS / "routing.md").read_text("utf-8"), count=1),
         "planning.md": PLAN.sub(lambda found: planned(found[1]), (DOCS / "planning.md").read_text("utf-8")),
         "cli.md": "# The command\n\n" + "\n".join(_help(command) for command in COMMANDS),
     }
+
+
+def settings() -> str:
+    """Return the table of settings."""
+    lines = [f"| `{name}` | {' | '.join(others)} |" for name, *others in rows()]
+    return "\n".join(["| setting | default | reloads | meaning |", "| --- | --- | --- | --- |", *lines])
 
 
 def cost() -> str:
