@@ -14,7 +14,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from router.cli.main import make_app
-from router.cli.show_settings import table
+from router.cli.show_settings import rows
 from router.settings import Settings
 from tiers.sizing.verdict import NAMES
 from tiers.spec import PRECISIONS, TierName
@@ -77,7 +77,7 @@ def render() -> dict[str, str]:
         json.dumps(Settings.model_json_schema(), indent=2),
     )
     return {
-        "settings.md": f"{SETTINGS_HEAD}\n{table()}\n",
+        "settings.md": f"{SETTINGS_HEAD}\n{settings()}\n",
         "settings.schema.json": portable + "\n",
         README: PAYS.sub(lambda _: pays(), COST.sub(lambda _: cost(), (DOCS / README).read_text("utf-8"))),
         "routing.md": TABLE.sub(lambda _: predictions(), (DOCS / "routing.md").read_text("utf-8"), count=1),
@@ -102,6 +102,12 @@ def _outcome(row: dict[str, Any], currency: str | None) -> str:
     names = "+".join(NAMES[PRECISIONS[TierName(tier)]] for tier in re.findall("fast|balanced|precise", row["engines"]))
     price = f"{row['price']:.0f} machines" if currency is None else f"{row['per_million']:.2f}"
     return f"{names}: {price}, {100 * row['lost']:.2g}, {row['ttft_p95']:,.0f} ms"
+
+
+def settings() -> str:
+    """Return the table of settings."""
+    lines = [f"| `{name}` | {' | '.join(others)} |" for name, *others in rows()]
+    return "\n".join(["| setting | default | reloads | meaning |", "| --- | --- | --- | --- |", *lines])
 
 
 def cost() -> str:

@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
+from rich.table import Table
 
 from router.cli.client import RouterApiClient
-from router.cli.common import ConfigOption, with_options
+from router.cli.common import ConfigOption, print_table, with_options
 from router.deployment.settings import DEFAULT_LENGTHS
 from router.section import PROJECT, cache_dir, config_dir, runtime_dir, state_dir
 from router.settings import Settings, leaves, load_settings
 
 
 def show_settings(
+    name: Annotated[str, typer.Argument(help="Only this setting or section.", show_default=False)] = "",
     as_schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema, for editors.")] = False,
     config: ConfigOption = None,
 ) -> None:
-    """List every setting with its default and meaning, after checking the file and the environment."""
+    """List settings with their defaults and meanings, after checking the file and the environment."""
     load_settings(config)
-    typer.echo(json.dumps(Settings.model_json_schema(), indent=2) if as_schema else table())
+    if as_schema:
+        typer.echo(json.dumps(Settings.model_json_schema(), indent=2))
+        return
+    found = [row for row in rows() if not name or fnmatchcase(name, row[0]) or row[0].startswith(f"{name}.")]
+    if not found:
+        raise typer.BadParameter(f"there is no setting {name}: 'qarr settings' lists them")
+    table = Table("setting", "default", "reloads", "meaning", box=None)
+    for row in found:
+        table.add_row(*(cell.replace("`", "") for cell in row))
+    print_table(table, 200)
 
 
 @with_options
@@ -38,12 +51,11 @@ def reload(router: RouterApiClient) -> None:
     typer.echo(f"settings reloaded: {len(changed)} changed")
 
 
-def table() -> str:
-    shown = ["| setting | default | reloads | meaning |", "| --- | --- | --- | --- |"]
+def rows() -> Iterator[tuple[str, str, str, str]]:
+    """Yield each setting's name, default, whether it reloads, and meaning; code in the last ones is in backticks."""
     for key, field, reloads in leaves(Settings):
         name = ".".join(key)
-        shown.append(f"| `{name}` | {_default(name, field)} | {'yes' if reloads else 'no'} | {field.description} |")
-    return "\n".join(shown)
+        yield name, _default(name, field), "yes" if reloads else "no", field.description or ""
 
 
 def _default(name: str, field: FieldInfo) -> str:

@@ -21,7 +21,6 @@ from rich.text import Text
 from router.cli.client import KEY_NEEDED, RouterApiClient
 from router.cli.common import output, printable, with_options
 from router.policy.losses import one_in
-from router.telemetry.logs import shown_ms
 from tiers.errors import OperationError
 from tiers.preparing import Preparing
 
@@ -29,9 +28,9 @@ SILENT_S = 5.0  # the router sends its fleet every second
 AGAIN_S = 1.0
 PIPED_WIDTH = 160
 KEPT_RECORDS = 100
-STATES = {"ready": "green", "absent": "dim", "stopped": "dim", "unreachable": "bold red", "quarantined": "bold red"}
-STATES |= {"failed": "bold red"}  # others: yellow
-OUTCOMES = {"ok": "green", "refused": "yellow", "error": "bold red", "client_gone": "dim"}
+STATES = dict.fromkeys(("failed", "quarantined", "unreachable"), "bold red")  # others: yellow
+STATES |= {"ready": "green", "absent": "", "stopped": ""}
+OUTCOMES = {"ok": "green", "refused": "yellow", "error": "bold red"}
 NEARLY_FULL = 0.88  # of the KV cache
 
 
@@ -119,11 +118,12 @@ def _summary(fleet: Mapping[str, Any]) -> Text:
         (f"{fleet['in_flight_total']} in flight", ""),
         (f"{fleet['waiting']} waiting", "yellow" if fleet["waiting"] else ""),
         (f"{sum(tier['requests'] for tier in tiers) * per_minute:.0f} requests/min", ""),
-        (f"in all {totals['requests']}, {totals['errors']} failed, {totals['refused']} refused", "dim"),
+        (f"in all {totals['requests']}, {totals['errors']} failed, {totals['refused']} refused", ""),
     ]
+    if budget.get("saved") is not None:
+        parts.append((f"{budget['saved']:.0%} engine time saved", ""))
     if budget.get("mean") is not None and budget.get("budget") is not None:
-        over = budget["mean"] > budget["budget"]
-        lost, allowed = one_in(budget["mean"]), one_in(budget["budget"])
+        lost, allowed, over = one_in(budget["mean"]), one_in(budget["budget"]), budget["mean"] > budget["budget"]
         parts.append((f"{lost} answers expected worse, {allowed} allowed", "yellow" if over else ""))
     if fleet.get("scope") == "own":
         parts.append(("only this key's own requests are shown: a key made with --admin sees all", "yellow"))
@@ -131,16 +131,13 @@ def _summary(fleet: Mapping[str, Any]) -> Text:
 
 
 def _tiers(tiers: Iterable[Mapping[str, Any]]) -> tuple[Table, list[Text]]:
-    loads, times = ("IN FLIGHT", "KV CACHE", "TOKENS/S"), ("TTFT p50/p95", "TPOT p50/p95")
+    loads, times = ("IN FLIGHT", "KV CACHE", "TOKENS/S"), ("TTFT p50/p95, ms", "TPOT p50/p95, ms")
     table = _table("TIER", "STATE", *loads, *times, "SLA MET", "FAILED")
     notes = []
     for tier in tiers:
         asked, met = tier["sla"]["asked"], tier["sla"]["met"]
-        name, failed = (
-            Text(tier["tier"], style="bold"),
-            Text(str(tier["errors"]), style="red" if tier["errors"] else "dim"),
-        )
-        latency, speed = (_pair(tier["ttft_ms"]), _pair(tier["tpot_ms"])), f"{tier['tokens_per_s']:.0f}"
+        name, failed = Text(tier["tier"], "bold"), Text(str(tier["errors"]), "red" if tier["errors"] else "")
+        latency, speed = (_pair(tier["ttft_ms"], 0), _pair(tier["tpot_ms"], 1)), f"{tier['tokens_per_s']:.0f}"
         kept = f"{met / asked:.0%}" if asked else "-"
         said = [(tier["tier"], tier["detail"] or (Preparing(**tier["preparing"]).text if tier["preparing"] else ""))]
         table.add_row(name, _state(tier["state"]), "", "", speed, *latency, kept, failed)
@@ -151,41 +148,40 @@ def _tiers(tiers: Iterable[Mapping[str, Any]]) -> tuple[Table, list[Text]]:
             kv_cache = Text("-" if usage is None else f"{usage:.0%}", style="red" if full else "")
             speed = f"{replica.get('tokens_per_s') or 0:.0f}"
             said.append((replica["id"], replica["detail"] or paused))
-            name, load = Text(f"  {replica['id']}", style="dim"), f"{replica['in_flight']}/{limit}"
-            failed = Text(str(replica["failed"]))
-            table.add_row(name, _state(replica["state"]), load, kv_cache, speed, "", "", "", failed)
+            load = f"{replica['in_flight']}/{limit}", kv_cache, speed
+            table.add_row(f"  {replica['id']}", _state(replica["state"]), *load, "", "", "", str(replica["failed"]))
         notes += [Text(f"{who}: {printable(text.splitlines()[0])}", style="yellow") for who, text in said if text]
     return table, notes
 
 
 def _open(fleet: Mapping[str, Any]) -> Table:
-    table = _table("OPEN", "TIER", "REPLICA", "STATE", "AGE", "TOKENS", "REQUEST")
+    table = _table("OPEN", "TIER", "REPLICA", "STATE", "AGE, s", "TOKENS", "REQUEST")
     for request in sorted(fleet["in_flight"], key=lambda one: -one["age_ms"])[:10]:
         tier, tokens = request["tier"] or request.get("overflow") or "-", _tokens(request)
-        where, age = (tier, request["replica"] or "-", request["state"]), shown_ms(request["age_ms"])
-        table.add_row(request["class"], *where, age, tokens, request["request_id"])
+        where = tier, request["replica"] or "-", request["state"], _number(request["age_ms"] / 1000)
+        table.add_row(request["class"].replace("_", " "), *where, tokens, request["request_id"])
     return table
 
 
 def _ended(records: Iterable[Mapping[str, Any]]) -> Table:
-    table = _table("ENDED", "OUTCOME", "CLASS", "TIER", "TTFT", "TPOT", "TOTAL", "TOKENS", "REQUEST")
+    table = _table("ENDED", "OUTCOME", "TIER", "TTFT, ms", "TPOT, ms", "TOTAL, s", "TOKENS", "REQUEST")
     table.add_column("REASON", ratio=1, no_wrap=True)
     for record in records:
+        code = (record["error"] or "").replace("_", " ")
         table.add_row(
             time.strftime("%H:%M:%S", time.localtime(record["at"] + record["duration_ms"] / 1000)),
-            Text(record["outcome"], style=OUTCOMES.get(record["outcome"], "")),
-            record["class"],
+            Text(record["outcome"].replace("_", " "), style=OUTCOMES.get(record["outcome"], "")),
             record["served_by"] or record.get("overflow") or record["tier"] or "-",
-            *(shown_ms(record[name]) for name in ("ttft_ms", "tpot_ms", "duration_ms")),
+            *(_number(record["ttft_ms"], 0), _number(record["tpot_ms"]), _number(record["duration_ms"] / 1000, 2)),
             _tokens(record),
             record["request_id"][:8],
-            printable(f"{record['error']}: {record['reason']}" if record["error"] else record["reason"]),
+            printable(f"{code}: {record['reason']}" if code else record["reason"]),
         )
     return table
 
 
 def _table(*columns: str) -> Table:
-    return Table(*columns, box=None, header_style="dim", expand=True)
+    return Table(*columns, box=None, header_style="underline", expand=True)
 
 
 def _state(state: str) -> Text:
@@ -196,5 +192,9 @@ def _tokens(request: Mapping[str, Any]) -> str:
     return f"{request['prompt_tokens']}+{request['output_tokens']}"
 
 
-def _pair(percentiles: Mapping[str, float] | None) -> str:
-    return "-" if percentiles is None else f"{shown_ms(percentiles['p50'])} / {shown_ms(percentiles['p95'])}"
+def _number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _pair(percentiles: Mapping[str, float] | None, digits: int) -> str:
+    return "-" if percentiles is None else " / ".join(_number(percentiles[name], digits) for name in ("p50", "p95"))

@@ -45,15 +45,8 @@ MOST_BEHIND = 500  # events that wait for a slow reader; beyond, it misses the o
 NO_STORE = {"cache-control": "no-store"}
 STREAM_HEADERS = {**NO_STORE, "x-accel-buffering": "no"}
 # What the snapshot calls the registry's totals.
-TOTALS = {
-    "requests": "requests",
-    "ok": Outcome.OK.value,
-    "refused": Outcome.REFUSED.value,
-    "errors": Outcome.ERROR.value,
-    "client_gone": Outcome.CLIENT_GONE.value,
-    "retries": "retries",
-    "continuations": "continuations",
-}
+TOTALS = {name: name for name in ("requests", "ok", "refused", "client_gone", "retries", "continuations")}
+TOTALS["errors"] = Outcome.ERROR.value
 
 
 class Reader:
@@ -272,9 +265,7 @@ def _summary(ended: list[tuple[Outcome, Times, bool | None]]) -> dict[str, Any]:
 
 
 def _percentiles(values: list[float]) -> dict[str, float] | None:
-    if not values:
-        return None
-    return {"p50": round(percentile(values, 0.5), 2), "p95": round(percentile(values, 0.95), 2)}
+    return {"p50": round(percentile(values, 0.5), 2), "p95": round(percentile(values, 0.95), 2)} if values else None
 
 
 def render_open(request: ActiveRequest, now: float) -> dict[str, Any]:

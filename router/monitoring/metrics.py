@@ -74,11 +74,9 @@ class RequestMetrics:
         self._sla = counter("sla_requests", "Requests with bounds on times, by whether they were met.", *KIND, "result")
         for reason in (*(refusal.value for refusal in Refusal), OVER_QUOTA, OVER_BUDGET):
             self._refusals(reason)  # at 0 from the start: a rate cannot see the first event of a new series
-        text = "Answers that another engine continued."
-        self._continuations = counter("continuations", text, "from_tier", "to_tier")
-        self._overflow = counter(
-            "overflow_requests", "Requests without a slot that the overflow was considered for, by outcome.", "outcome"
-        )
+        self._continuations = counter("continuations", "Answers that another engine continued.", "from_tier", "to_tier")
+        text = "Requests without a slot that the overflow was considered for, by outcome."
+        self._overflow = counter("overflow_requests", text, "outcome")
         for outcome in ("ok", "error", "client_gone", "full", "paused", "unsupported", "failed", "cancelled"):
             self._overflow(outcome)
         for one, other in permutations(tiers, 2):
@@ -130,13 +128,8 @@ class RequestMetrics:
         for series, ms in ((self._ttft, times.ttft_ms), (self._tpot, times.tpot_ms), (self._duration, duration_ms)):
             if ms is not None:
                 series(kind, tier).observe(ms / 1000, trace)
-        if (
-            not whole
-            or chosen is None
-            or served.tier is not record.decision.tier
-            or served.attempts_failed
-            or served.continued_on
-        ):
+        moved = served.tier is not record.decision.tier or served.attempts_failed or served.continued_on
+        if not whole or chosen is None or moved:
             return
         first_ms = (times.ttft_ms or 0.0) - times.queue_ms - (times.overhead_ms or 0.0)
         if chosen.predicted_ttft_ms is not None and first_ms > 0:
@@ -170,10 +163,8 @@ class Losses(Collector):
             for kind, each in of_tier.items()
             for complexity, loss in each.items()
         ]
-        labels, text = (
-            ("class", "complexity", "tier"),
-            "Share of answers that are expected to be worse than the highest precision's.",
-        )
+        labels = "class", "complexity", "tier"
+        text = "Share of answers that are expected to be worse than the highest precision's."
         yield _gauge("expected_loss_ratio", text, labels, [(values, loss.mean) for values, loss in losses])
         text = "Measured answers behind the expected loss; 0: published losses only."
         yield _gauge("expected_loss_answers", text, labels, [(values, loss.answers) for values, loss in losses])
@@ -262,9 +253,8 @@ class Load(Collector):
         yield _counter("draft_tokens_accepted", text, REPLICA, [(values, g.accepted) for values, g in drafts])
         text = "Prompt tokens that a replica's engine looked up in its prefix cache since it was started."
         yield _counter("prefix_cache_queries", text, REPLICA, [(values, g.cache_queries) for values, g in told])
-        yield _counter(
-            "prefix_cache_hits", "Prompt tokens found cached.", REPLICA, [(v, g.cache_hits) for v, g in told]
-        )
+        hits = [(values, g.cache_hits) for values, g in told]
+        yield _counter("prefix_cache_hits", "Prompt tokens found cached.", REPLICA, hits)
 
 
 class Metrics:

@@ -74,12 +74,9 @@ class UsageMetrics(Collector):
     def observe(self, row: Row, use: Use) -> None:
         whose = self._labels.of(row.key)
         self._requests.labels(*whose, row.tier).inc(use.requests)
-        for kind, tokens in (
-            ("prompt", use.prompt_tokens),
-            ("cached", use.cached_tokens),
-            ("output", use.output_tokens),
-        ):
-            self._tokens.labels(*whose, kind).inc(tokens)
+        tokens = {"prompt": use.prompt_tokens, "cached": use.cached_tokens, "output": use.output_tokens}
+        for kind, number in tokens.items():
+            self._tokens.labels(*whose, kind).inc(number)
         self._engine.labels(*whose).inc(use.engine_us / MICRO)
         self._money.labels(*whose).inc(use.money_u / MICRO)
         self._highest.labels(*whose).inc(use.highest_engine_us / MICRO)

@@ -38,7 +38,7 @@ function bodyOf(form) {
 function decideSoon() {
   clearTimeout(typing);
   preview?.abort();
-  preview = null;
+  preview = previewed = null;
   typing = setTimeout(decide, TYPING_MS);
 }
 

@@ -3,6 +3,7 @@
 const KEPT = 200; // besides those that went badly
 const MOST_KEPT = 1000;
 const SHOWN = 60;
+const TOUCH_HOLDS_MS = 5_000;
 let records = []; // newest first
 let held = null; // what is shown while the list is held
 let pinned = false;
@@ -162,5 +163,12 @@ function setUpRequests() {
     hold(pinned);
   });
   list.addEventListener("pointerenter", (event) => { if (event.pointerType === "mouse") hold(true); });
-  list.addEventListener("pointerleave", () => hold(pinned));
+  list.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") hold(pinned); });
+  let release = 0;
+  list.addEventListener("pointerdown", (event) => {
+    if (event.pointerType === "mouse") return;
+    hold(true); // a row that moves away is not tapped
+    clearTimeout(release);
+    release = setTimeout(() => hold(pinned), TOUCH_HOLDS_MS);
+  });
 }

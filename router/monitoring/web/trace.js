@@ -130,8 +130,7 @@ function spanItem(span, depth, total) {
   const events = span.events.slice(0, EVENTS_SHOWN);
   return el("li", { class: span.error ? "failed" : null },
     el("details", {},
-      el("summary", { "aria-label": `${span.name}, from ${duration(span.start_ms)}, for ${duration(span.duration_ms)}${span.error ? ", failed" : ""}` },
-        name, el("span", { class: "line" }, fill), el("span", { class: "took" }, duration(span.duration_ms))),
+      el("summary", {}, name, el("span", { class: "line" }, fill, el("span", { class: "hidden" }, ` from ${duration(span.start_ms)}, for `)), el("span", { class: "took" }, duration(span.duration_ms))),
       span.error ? el("p", { class: "error-text" }, span.error) : null,
       el("dl", { class: "attributes" }, [["kind", span.kind], ["starts at", duration(span.start_ms)], ...pairs].map(attribute))),
     events.map((event) => eventRow(event, depth, total)),
