@@ -4,7 +4,7 @@ TierError
 ├── CheckpointError        a checkpoint is missing, unfinished or does not belong with the others
 │   └── TokenizerMismatchError  two tiers would read the same prompt as different tokens
 ├── PlanError              the engines do not fit on this machine
-│   └── NoRoomError             not into its memory
+│   └── NoRoomError        its memory is too small
 ├── EngineError            an engine process failed
 │   ├── PortInUseError          its port is taken by something else
 │   ├── EngineDiedError         it exited

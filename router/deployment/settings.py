@@ -255,11 +255,7 @@ class EngineSettings(Section):
     log_dir: Path = Field(default_factory=lambda: cache_dir() / "logs", description="Folder of the logs.")
     start_timeout_s: PositiveFloat = Field(600, description="Time from an engine's start to its first healthy answer.")
     cpu_kv_cache_gib: float | None = Field(
-        None,
-        ge=0.25,
-        le=4096,
-        description="KV cache of each CPU engine, in GiB; unset: for two of the longest requests or `max_num_seqs` of 512 "
-        "tokens, above 1 GiB for one (on Ray: 1).",
+        None, ge=0.25, le=4096, description="KV cache of each CPU engine, in GiB; unset: by context and `max_num_seqs`."
     )
     max_restarts: NonNegativeInt = Field(
         5,
