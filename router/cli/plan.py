@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -38,20 +39,10 @@ HOUR_S = 3600
 LEAST_SHOWN = 0.005  # of a kind's requests
 _LOAD = re.compile(r"([\d.]+)\s*/\s*(s|min|h)|([\d.]+)")
 _PERIODS = {"s": 1.0, "min": 60.0, "h": 3600.0}
-# Assumed shares of classes, and of trivial, moderate and complex work. Give a decision log for your own.
-MIXES: dict[str, tuple[dict[PromptClass, float], tuple[float, float, float]]] = {
-    "chat": (
-        {
-            PromptClass.CHAT: 0.55, PromptClass.WRITING: 0.15, PromptClass.CODE: 0.10, PromptClass.EXTRACTION: 0.08,
-            PromptClass.MULTILINGUAL: 0.07, PromptClass.MATH: 0.05,
-        },
-        (0.35, 0.50, 0.15),
-    ),
-    "coding": ({PromptClass.CODE: 0.75, PromptClass.CHAT: 0.20, PromptClass.MATH: 0.05}, (0.15, 0.55, 0.30)),
-    "rag": (
-        {PromptClass.LONG_CONTEXT: 0.50, PromptClass.EXTRACTION: 0.30, PromptClass.CHAT: 0.20}, (0.20, 0.60, 0.20)
-    ),
-}  # fmt: skip
+MIXES: dict[str, tuple[dict[PromptClass, float], list[float]]] = {
+    name: ({PromptClass(each): share for each, share in mix["classes"].items()}, mix["complexities"])
+    for name, mix in tomllib.loads(Path(__file__).with_name("mixes.toml").read_text("utf-8")).items()
+}
 PEAK = "0.4,0.6,0.5,2.5"  # the day that is planned for where none is given
 MIX_HELP = "What is asked: chat, coding, rag (assumed shares), or the decision log of your own traffic."
 DAY_HELP = "The day's course: load of equal parts of the day over the mean, as 0.3,0.5,1.2,2."
@@ -85,27 +76,15 @@ class Options:
     loss: Annotated[float | None, typer.Option(help=LOSS_HELP, min=0, max=100, metavar="ANSWERS")] = None
     prompt: Annotated[int, typer.Option(help="Mean tokens of a prompt.", min=1, metavar="TOKENS")] = 800
     output: Annotated[int, typer.Option(help="Mean tokens of an answer.", min=1, metavar="TOKENS")] = 250
-    context: Annotated[
-        int | None, typer.Option(help="Longest prompt and answer; by default the means' sum.", min=2, metavar="TOKENS")
-    ] = None
-    ttft: Annotated[
-        float | None, typer.Option(help="Longest time to the first token, in ms, without waiting.", min=1, metavar="MS")
-    ] = None
-    tpot: Annotated[
-        float | None, typer.Option(help="Longest time between two tokens, in ms.", min=0.1, metavar="MS")
-    ] = None
-    max_num_seqs: Annotated[
-        int | None,
-        typer.Option(help="Sequences an engine decodes at once: on GPUs 256, else as set.", min=1, metavar="N"),
-    ] = None
+    context: Annotated[int | None, typer.Option(help="Longest prompt and answer.", min=2, metavar="TOKENS")] = None
+    ttft: Annotated[float | None, typer.Option(help="Longest time to the first token.", min=1, metavar="MS")] = None
+    tpot: Annotated[float | None, typer.Option(help="Longest time between tokens, in ms.", min=0.1, metavar="MS")] = (
+        None
+    )
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences decoded at once.", min=1, metavar="N")] = None
     kv_fp8: Annotated[bool, typer.Option("--kv-fp8", help="Keep the KV cache in FP8.")] = False
-    prices: Annotated[
-        Path, typer.Option(help="Prices of GPUs; see docs/planning.md.", metavar="FILE", show_default="built-in")
-    ] = PRICES
-    profile: Annotated[
-        Path | None,
-        typer.Option(help="Latency profile measured on such GPUs, instead of the roofline.", metavar="FILE"),
-    ] = None
+    prices: Annotated[Path, typer.Option(help="Prices of GPUs.", metavar="FILE", show_default="built-in")] = PRICES
+    profile: Annotated[Path | None, typer.Option(help="Latency profile, not the roofline.", metavar="FILE")] = None
     write: Annotated[Path | None, typer.Option(help="Write the tiers as settings.", metavar="FILE")] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
     config: ConfigOption = None
@@ -147,18 +126,13 @@ def plan(options: Options) -> None:
 
 
 def tiers_for_gpus(settings: Settings) -> tuple[dict[str, dict[str, int]], str] | None:
-    """Return the tiers for this machine's GPUs, and why, where the settings name none; None: there are no GPUs.
-
-    Raises:
-        PlanError: The model or the GPUs are not known, or hold no engine of it.
-    """
+    """Return the tiers for this machine's GPUs, and why, where the settings name none; None: there are no GPUs."""
     named = (
         settings.tiers != Settings().tiers or settings.model.name == DEFAULT_MODEL
     )  # whose three tiers are the example
     if named or not read_machine().gpus:
         return None
-    options = Options(load="1/s", day=PEAK)
-    target = _target(settings, options)
+    target = _target(settings, options := Options(load="1/s", day=PEAK))
     options = replace(options, context=min(settings.tiers.balanced.max_model_len, target.model.context))
     made = _planned(settings, options, target, _demand(settings, options, target), read_prices(options.prices))
     available = {gpu.name: count for gpu, count in target.gpus.items()}

@@ -91,7 +91,7 @@ def _tiers_for_gpus(settings: Settings) -> dict[str, Any]:
         planned = tiers_for_gpus(settings)
     except PlanError as error:
         err.print(plain(f"no plan for these GPUs, so three tiers share them: {error}"))
-        return {}
+        planned = None
     if planned is None:
         return {}
     err.print(f"planned for these GPUs: {planned[1]}; 'qarr plan' shows why, and tiers.* in the settings override it")

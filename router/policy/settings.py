@@ -33,10 +33,8 @@ class PolicySettings(Section, reloads=AllBut({"profiles"})):
 
     objective: Literal["best", "cheapest"] = Field(
         "best",
-        description="`best`: the highest precision serves while it has room and keeps a request's bounds; as its slots "
-        "fill, lower precisions serve more, up to the loss budget, before anything is refused. `cheapest`: the tier of "
-        "least engine time times price within the loss budget, at any load: for fleets that are paid for by use or scale "
-        "with their load.",
+        description="`best`: the highest precision that has room and keeps a request's bounds; as its slots fill, lower "
+        "ones, up to the loss budget. `cheapest`: least engine time times price within the loss budget, at any load.",
     )
     loss_budget: Share | LikeTier = Field(
         LikeTier(),

@@ -15,8 +15,11 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("platform", ["x86_64-manylinux_2_28", "aarch64-manylinux_2_28", "aarch64-apple-darwin"])
 def test_the_routers_lock_resolves(python: str, platform: str, tmp_path: Path) -> None:
     """With wheels alone, whose hashes are those of the lock. Nothing is installed."""
-    command = [sys.executable, "scripts/uv.py", "pip", "install", "--dry-run", "--no-deps", "--require-hashes"]
-    command += ["--only-binary", ":all:", "--target", str(tmp_path), "--python-version", python]
-    command += ["--python-platform", platform, "-r", "requirements/router.txt"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = (
+        "scripts/uv.py pip install --dry-run --no-deps --require-hashes --only-binary :all: -r requirements/router.txt"
+    )
+    where = ["--target", str(tmp_path), "--python-version", python, "--python-platform", platform]
+    done = subprocess.run(
+        [sys.executable, *command.split(), *where], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr

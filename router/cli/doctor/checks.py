@@ -98,10 +98,8 @@ def local_tiers(context: CheckContext) -> list[TierName]:
 
 def served_tiers(context: CheckContext) -> Iterator[Finding]:
     tiers, anywhere = context.settings.tiers, context.settings.discovery.file is not None
-    named = {name: tiers.of(name) for name in tiers.names}
-    served = [name for name, tier in named.items() if anywhere or tier.replicas_here or tier.urls or tier.dns]
-    then = "set tiers.<name>.replicas or urls"
-    yield judge_choice(served) if served else problem("no tier has engines", then)
+    served = [n for n in tiers.names if anywhere or (t := tiers.of(n)).replicas_here or t.urls or t.dns]
+    yield judge_choice(served) if served else problem("no tier has engines", "set tiers.<name>.replicas or urls")
 
 
 def judge_choice(tiers: Sequence[str]) -> Finding:
