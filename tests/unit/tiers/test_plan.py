@@ -14,6 +14,7 @@ import pytest
 from tests.unit.tiers.test_checkpoints import LLAMA_8B, model
 from tiers.errors import PlanError
 from tiers.plan import (
+    CPU_OVERHEAD_GIB,
     GIB,
     Gpu,
     Machine,
@@ -151,13 +152,15 @@ def test_quantized_weights_take_twice_their_size_where_the_plugin_computes_them(
             file.truncate(8 + len(raw) + end)
     tiers = [TierSpec(name, 2048, 16, 32, checkpoint=tmp_path / name) for name in STANDARD_TIERS]
     for amx, held in ((False, (131, 211, 210)), (True, (91, 131, 210))):
-        plan = make_plan(Machine((0, 1), 24 * GIB, (), amx=amx), tiers)
+        plan = make_plan(Machine((0, 1), 24 * GIB, (), amx=amx), tiers, kv_cache_gib=1)
         assert tuple(share.weights // mib for share in plan.shares) == held
         assert tuple(share.on_disk // mib for share in plan.shares) == (91, 131, 210)
-    room = 3 * 3 * GIB + 2 * 500 * mib  # three engines' KV cache and overhead, and weights on disk and as held
-    assert make_plan(Machine((0, 1), room, (), amx=True), tiers)
+    room = (
+        int(3 * (1 + CPU_OVERHEAD_GIB) * GIB) + 2 * 500 * mib
+    )  # three engines' KV cache and overhead, and weights on disk and as held
+    assert make_plan(Machine((0, 1), room, (), amx=True), tiers, kv_cache_gib=1)
     with pytest.raises(PlanError, match="GiB of memory"):
-        make_plan(Machine((0, 1), 3 * 3 * GIB + 900 * mib, (), amx=False), tiers)
+        make_plan(Machine((0, 1), room - 100 * mib, (), amx=False), tiers, kv_cache_gib=1)
     (tmp_path / FAST / "model.safetensors").write_bytes(b"")
     with pytest.raises(PlanError, match="cannot be read"):
         make_plan(Machine((0, 1), room, ()), tiers)
@@ -170,7 +173,7 @@ def test_memory_for_one_more_is_reckoned(tmp_path: Path) -> None:
     on_cpu, on_gpu = Placement(kv_cache_gib=1), Placement(gpus=(0,), gpu_memory_fraction=0.5)
     assert lacking_for_one_more(Machine((0,), 4 * GIB, ()), tier, on_cpu) is None
     assert lacking_for_one_more(Machine((0,), 2 * GIB, ()), tier, on_cpu) == (
-        "one more engine needs 3.0 GiB, 2.0 GiB are free"
+        "one more engine needs 2.3 GiB, 2.0 GiB are free"
     )
     assert lacking_for_one_more(Machine((0,), 0, (Gpu(0, "g", 80 * GIB, 41 * GIB),)), tier, on_gpu) is None
     assert "40.0 GiB, 39.0 GiB" in (
@@ -278,7 +281,7 @@ def test_replicas_on_a_cpu_share_its_cores_and_memory(tmp_path: Path) -> None:
     plan = make_plan(Machine(tuple(range(5)), 24 * GIB, ()), [replace(fast, replicas=2)])
     assert [(s.number, s.placement.cores) for s in plan.shares] == [(0, (1, 2)), (1, (3, 4))]
     with pytest.raises(PlanError, match=r"8 CPU engines need about 2\d\.\d GiB"):
-        make_plan(Machine((0,), 24 * GIB, ()), [replace(fast, replicas=8)])
+        make_plan(Machine((0,), 20 * GIB, ()), [replace(fast, replicas=8)])
 
 
 def test_a_kv_cache_for_less_than_one_request_is_refused(tmp_path: Path) -> None:
