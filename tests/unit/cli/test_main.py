@@ -70,9 +70,9 @@ def test_variables_of_opentelemetry_that_cannot_be_used_are_told() -> None:
     [
         ({}, 2, "set QARR_CACHE_DIR"),
         ({"XDG_STATE_HOME": "{0}", "XDG_CONFIG_HOME": "{0}"}, 2, "set QARR_CACHE_DIR"),
-        ({"QARR_CACHE_DIR": "{0}"}, 0, "`<cache>/.config/qarr/keys.json`"),
-        ({"QARR_CACHE_DIR": "{0}", "XDG_CONFIG_HOME": "{0}-etc"}, 0, "`<config>/keys.json`"),
-        ({"XDG_CACHE_HOME": "{0}"}, 0, "`<cache>/models`"),
+        ({"QARR_CACHE_DIR": "{0}"}, 0, "<cache>/.config/qarr/keys.json"),
+        ({"QARR_CACHE_DIR": "{0}", "XDG_CONFIG_HOME": "{0}-etc"}, 0, "<config>/keys.json"),
+        ({"XDG_CACHE_HOME": "{0}"}, 0, "<cache>/models"),
     ],
 )
 def test_a_user_without_a_home_is_told_what_to_set(
