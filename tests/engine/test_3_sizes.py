@@ -13,7 +13,7 @@ from router.deployment.layout import prepare_options
 from router.settings import load_settings
 from tests.engine.conftest import BALANCED_ARGS, QARR
 from tiers.checkpoints.prepare import finished
-from tiers.plan import GIB
+from tiers.plan import GIB, usual_kv_cache_gib
 from tiers.sizing.architecture import kv_bytes_per_token
 from tiers.sizing.find_config import find_config
 from tiers.spec import STANDARD_TIERS, TierName
@@ -31,15 +31,15 @@ def cache_of(up: Up, tier: TierName) -> dict[str, str]:
 
 def test_running_engines_have_the_planned_kv_cache(up: Up) -> None:
     """Each has as many whole blocks of tokens as its memory holds by the plan; the command says the same."""
-    checkpoints = finished(prepare_options(load_settings(None)))
+    checkpoints = finished(prepare_options(settings := load_settings(None)))
     planned = json.loads(subprocess.run([QARR, "plan", "--json"], capture_output=True, text=True, check=True).stdout)
     assert [tier["tier"] for tier in planned["engines"]] == [made.tier for made in checkpoints] == list(STANDARD_TIERS)
     for made, tier in zip(checkpoints, planned["engines"], strict=True):
-        each = kv_bytes_per_token(find_config(str(made.path)))
-        assert tier["kv_bytes_per_token"] == each
-        assert tier["max_sequences"] == GIB // (planned["context"] * each)
+        each, own = kv_bytes_per_token(find_config(str(made.path))), settings.tiers.of(made.tier)
+        cache = int(GIB * usual_kv_cache_gib(each, own.max_model_len, own.max_num_seqs))
+        assert (tier["kv_bytes_per_token"], tier["max_sequences"]) == (each, cache // (planned["context"] * each))
         told = cache_of(up, made.tier)
-        assert int(told["num_gpu_blocks"]) == GIB // (each * int(told["block_size"]))
+        assert int(told["num_gpu_blocks"]) == cache // (each * int(told["block_size"]))
 
 
 def test_a_tiers_own_arguments_reach_its_engine(up: Up) -> None:

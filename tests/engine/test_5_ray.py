@@ -93,7 +93,7 @@ def on_ray(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[U
     with started(own, tmp_path_factory, Collector(), arguments) as running:
         yield running
         engines = [each for url in _ready(running) for each in _all_processes_of(url)]
-    assert len(engines) > 2
+    assert len(engines) > 1
     _until(lambda: not _running(engines))
 
 
