@@ -209,7 +209,7 @@ def requests(rates: Sequence[float], mix: str, planned: Mapping[str, Any], optio
 
 
 def lengths(source: random.Random, mean: float) -> float:
-    """Return a length."""
+    """Return a log-normal length, in tokens."""
     return source.lognormvariate(math.log(mean) - SIGMA**2 / 2, SIGMA)
 
 

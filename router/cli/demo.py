@@ -13,7 +13,7 @@ from router.cli.common import err
 from router.cli.serve import PortOption, serve
 from router.deployment.listening import listen
 from router.settings import load_settings
-from tiers.simulated.demo import SAID, SETTINGS, rate_of, simulated_engines
+from tiers.simulated.demo import SAID, rate_of, simulated_engines
 
 
 def demo(
@@ -23,8 +23,8 @@ def demo(
     """Try router and page on simulated engines: no model runs. Ctrl-C stops everything."""
     rate = rate_of(load)
     with tempfile.TemporaryDirectory(prefix="qarr-demo-") as folder:
-        config = Path(folder, "qarr.toml")
-        config.write_text(SETTINGS.format(folder=folder), "utf-8")
+        config, settings = Path(folder, "qarr.toml"), Path(__file__).with_name("demo.toml").read_text("utf-8")
+        config.write_text(settings.replace("{folder}", folder), "utf-8")
         with listen(load_settings(config, {"server": {"port": port}})) as sock:
             port = sock.getsockname()[1]
         with simulated_engines(own_url(load_settings(config, {"server": {"port": port}})), rate) as urls:

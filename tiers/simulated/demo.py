@@ -30,26 +30,6 @@ SAID = (
     "[bold yellow]simulated[/]: no model runs. Three engines take the time that Llama 3.1 8B would on a GPU a quarter as "
     "fast as an H100, and answer with filler text. Losses are published ones."
 )
-SETTINGS = """
-[server]
-drain_s = 3
-[model]
-name = "simulated engines"
-[engine]
-warmup_expected = "simulated"
-[profile]
-auto = false
-[policy]
-profiles = "{folder}/profiles"
-[auth]
-keys_file = "{folder}/keys.json"
-[budgets]
-file = "{folder}/usage.sqlite"
-[tiers]
-fast.precision = "simulated-awq-int4"
-balanced.precision = "simulated-fp8"
-precise.precision = "simulated-bf16"
-"""
 MOST_PER_S = 100
 SLOWER = 4.0  # than an H100: about an L40S, by its memory's bandwidth
 SEQUENCES = 16  # as ``tiers.*.max_num_seqs``
