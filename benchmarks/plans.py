@@ -17,9 +17,11 @@ import math
 import random
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from measure import ROOT
@@ -34,8 +36,11 @@ from router.policy.losses import losses
 from router.policy.profiles import load_latency, percentile
 from tiers.simulated.gpu import Hardware, Job, Scheduler, hardware
 from tiers.sizing.architecture import architecture
+from tiers.sizing.capacity import Demand, engines_on_gpus
 from tiers.sizing.find_config import find_config
+from tiers.sizing.fleet import EngineType, Fleet, Load
 from tiers.sizing.hardware import parse_gpus
+from tiers.sizing.operation import in_operation
 from tiers.sizing.roofline import Roofline
 from tiers.snapshot import FleetSnapshot, ReplicaState, TierSnapshot
 from tiers.spec import PRECISIONS, ReplicaStatus, TemplateTokens, TierName, TierSpec
@@ -53,7 +58,7 @@ CONFIGS = "tests/unit/tiers/sizing/configs"
 PROFILE = "benchmarks/results/latency_smollm2-135m.json"
 PROMPT, OUTPUT = 800, 250  # tokens in the mean, the plan's defaults
 SIGMA = 0.6  # of the logarithm of an answer's length
-MOST = 1000  # tokens that a request allows for its answer
+USUAL = 0.7  # of what an engine serves at most: the load at which latencies are compared
 DAY = "0.4,0.6,0.5,2.5"
 SETTINGS = {
     "Llama 3.1 8B on one H100": f"--model {CONFIGS}/llama-3.1-8b.json --gpus 1xH100 --load 8/s --loss 0.3 --day {DAY}",
@@ -86,6 +91,8 @@ class Row:
     per_million: float | None  # tokens of output
     lost: float
     refused: float
+    ttft_mean: float
+    tpot_mean: float
     ttft_p50: float
     ttft_p95: float
     tpot_p95: float
@@ -109,7 +116,7 @@ def main() -> None:
     for gpu, rate, others in (("H100", 12.0, "balanced"), ("A100", 2.0, "fast")):
         print(f"\nA day with a peak: Llama 3.3 70B on eight {gpu}, {rate:g} requests/s in the mean, coding")
         found[f"day on {gpu}"] = peak(gpu, rate, TierName(others), options)
-    capacity()
+    found["engines"] = checked(options)
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")
 
 
@@ -138,6 +145,11 @@ def setting(arguments: str, options: argparse.Namespace) -> dict[str, Any]:
         results = serve(engines, arrivals, fleet["loss_budget"], "best")
         rows.append(row(name, engines, fleet["cost_per_hour"], results, planned, arrivals))
     show(rows, planned)
+    print("the plan's / simulated:")
+    for (name, fleet), each in zip(fleets.items(), rows, strict=True):
+        lost = f"lost of 100 {100 * fleet['answers_lost']:.3f} / {100 * each.lost:.3f}"
+        ttft = f"TTFT mean {fleet['ttft_ms']:,.0f} / {each.ttft_mean:,.0f} ms"
+        print(f"  {name:15} {lost}, {ttft}, {fleet['tpot_ms']:.1f} / {each.tpot_mean:.1f} ms a token")
     single = cheapest_single(planned)
     rate = float(value["--load"].removesuffix("/s")) if value["--load"].endswith("/s") else None
     return {
@@ -156,7 +168,9 @@ def engine(each: Mapping[str, Any], value: Mapping[str, str]) -> Engine:
     tier = TierName(each["tier"])
     if each["gpu"] is None:
         fit = next(fit for fit in load_latency(ROOT / value["--profile"]).fits if fit.tier is tier)
-        return Engine(tier, None, 0, each["replicas"], each["batch"], fit.model)
+        return Engine(
+            tier, None, 0, each["replicas"], each["batch"], replace(fit.model, contention=0.0)
+        )  # a machine each
     model = architecture(find_config(str(ROOT / value["--model"])))
     pace = Roofline(model, parse_gpus(each["gpu"])[0], PRECISIONS[tier], each["gpus_per_replica"], PROMPT + OUTPUT // 2)
     return Engine(tier, each["gpu"], each["gpus_per_replica"], each["replicas"], each["batch"], as_model(pace))
@@ -164,18 +178,19 @@ def engine(each: Mapping[str, Any], value: Mapping[str, str]) -> Engine:
 
 def as_model(pace: Roofline) -> SpeedModel:
     """Return the speed model with the roofline's times: reading up to a batch, computing beyond."""
+    least = pace.mixed_ms(PROMPT, 1, PROMPT) - pace.prefill_ms_per_token * PROMPT  # that is not the prompt's
     each = pace.step_ms(2) - pace.step_ms(1)
     base, far = pace.step_ms(1) - each, 100_000
     beyond = pace.step_ms(far) - pace.step_ms(far - 1) - each
     knee = round(far - (pace.step_ms(far) - base - each * far) / beyond) if beyond > 0 else 0
     return SpeedModel(
-        ttft_base_ms=pace.step_ms(1),
+        ttft_base_ms=max(least, 0.0),
         prefill_ms_per_token=pace.prefill_ms_per_token,
         step_base_ms=base,
         step_ms_per_sequence=each,
         step_knee=knee,
         step_ms_beyond_knee=max(beyond, 0.0),
-        ttft_steps=1.0,
+        ttft_steps=1.5,
         ttft_spread=0.1,
         tpot_spread=0.1,
         profiled=True,
@@ -230,7 +245,9 @@ def serve(
         tiers.append(TierSnapshot(spec, states, (0,) * len(states)))
     fleet = FleetSnapshot(tuple(tiers), TemplateTokens(0, 0, 0), output_share=0.25)
     table = PolicyParameters(
-        {tier: losses(PRECISIONS[tier], ()) for tier in tuple(PRECISIONS)[:2]}, objective=objective, loss_budget=budget
+        {tier: losses(PRECISIONS[tier], ()) for tier in tuple(PRECISIONS)[:2]},
+        objective=objective,
+        loss_budget=budget,
     )
     records = tuple(
         DecisionRecord(each.at_s, str(n), "", each.query, fleet, None, None, "", None, None)
@@ -267,6 +284,8 @@ def row(
         price / tokens * 1e6 if known and price is not None else None,
         sum(result.loss or 0.0 for _, result in served) / max(len(served), 1),
         1 - len(served) / len(results),
+        fmean(ttfts),
+        fmean(tpots),
         percentile(ttfts, 0.5),
         percentile(ttfts, 0.95),
         percentile(tpots, 0.95),
@@ -356,18 +375,31 @@ def cheapest_single(planned: Mapping[str, Any]) -> str | None:
     return min(within, key=lambda tier: within[tier], default=None)
 
 
-def capacity() -> None:
-    """Print the plan's output tokens a second beside those of a simulated engine that is never idle."""
-    print("\nOutput tokens a second of one engine: the plan's, and a simulated engine's with vLLM's scheduling")
-    for model, gpus in (("llama-3.1-8b", "1xH100"), ("llama-3.1-8b", "1xA10"), ("llama-3.3-70b", "4xH100")):
-        found, (kind, count) = plan(f"--model {CONFIGS}/{model}.json --gpus {gpus}"), parse_gpus(gpus)
-        read = architecture(find_config(str(ROOT / CONFIGS / f"{model}.json")))
-        for each in found["engines"]:
-            if each["gpus_per_replica"] == count:
-                tier = TierName(each["tier"])
-                there = throughput(hardware(tier, read, kind, count or 1), each["batch"])
-                ratio = each["tokens_per_s"] / there
-                print(f"{model:14} {gpus:7} {tier:9} {each['tokens_per_s']:7,.0f} {there:7,.0f}  x {ratio:.2f}")
+def checked(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Print the plan's figures of one engine beside those of a simulated engine with vLLM's scheduling."""
+    print("\nOne engine: the plan's figures / those of a simulated engine with vLLM's scheduling")
+    print("model          GPUs    tier       tokens/s, never idle    requests/s  TTFT ms, mean       ms/token, mean")
+    found = []
+    demand = Demand(PROMPT, OUTPUT, PROMPT + OUTPUT)
+    for name, gpus in (("llama-3.1-8b", "1xH100"), ("llama-3.1-8b", "1xA10"), ("llama-3.3-70b", "4xH100")):
+        (kind, count), model = parse_gpus(gpus), architecture(find_config(str(ROOT / CONFIGS / f"{name}.json")))
+        for each in engines_on_gpus(model, kind, count, demand)[0]:
+            if each.gpus_per_replica != count or each.requests_per_s is None or each.tokens_per_s is None:
+                continue
+            rate, on = USUAL * each.requests_per_s, hardware(each.tier, model, kind, count)
+            load = Load({"": rate}, {each.tier: {"": 0.0}})
+            fleet = in_operation(
+                Fleet(((EngineType(gpus, each, 1.0), 1),), 1, 0, {("", each.tier): 1.0}),
+                load,
+                demand,
+                lambda _budget, _taken: 1.0,
+            )
+            there = throughput(on, each.batch), *latency(on, each.batch, rate, options)
+            pairs = list(zip((each.tokens_per_s, fleet.ttft_ms or 0.0, fleet.tpot_ms or 0.0), there, strict=True))
+            found.append({"model": name, "gpus": gpus, "tier": each.tier, "requests_per_s": rate, "pairs": pairs})
+            said = [f"{a:6,.{d}f} / {b:6,.{d}f} x {a / b:.2f}" for (a, b), d in zip(pairs, (0, 0, 1), strict=True)]
+            print(f"{name:14} {gpus:7} {each.tier:9} {said[0]}  {rate:8.2f}  {said[1]}  {said[2]}")
+    return found
 
 
 def throughput(on: Hardware, batch: int) -> float:
@@ -379,6 +411,34 @@ def throughput(on: Hardware, batch: int) -> float:
         took += step.duration_s
         scheduler.finish(step)
     return sum(job.produced for job in jobs) / took
+
+
+def latency(on: Hardware, batch: int, rate: float, options: argparse.Namespace) -> tuple[float, float]:
+    """Return the mean TTFT and TPOT, in milliseconds, of an engine to which requests come at random."""
+    source, scheduler, now, at = random.Random(options.seed), Scheduler(on, batch), 0.0, 0.0
+    coming, began, first, ended = deque[tuple[float, Job]](), dict[Job, float](), dict[Job, float](), dict[Job, float]()
+    for _ in range(max(8 * batch, 2000)):
+        at += source.expovariate(rate)
+        coming.append((at, Job(max(round(lengths(source, PROMPT)), 1), max(round(lengths(source, OUTPUT)), 2))))
+    while coming or scheduler.waiting or scheduler.running:
+        while coming and coming[0][0] <= now:
+            at, job = coming.popleft()
+            began[job] = at
+            scheduler.waiting.append(job)
+        step = scheduler.next_step()
+        if step is None:
+            now = coming[0][0]
+            continue
+        now += step.duration_s
+        scheduler.finish(step)
+        for job, _ in step.parts:
+            if job.produced:
+                first.setdefault(job, now)
+            if job.produced >= job.tokens:
+                ended[job] = now
+    warm = list(began)[len(began) // 4 :]
+    ttft = fmean(first[job] - began[job] for job in warm)
+    return 1000 * ttft, 1000 * fmean((ended[job] - first[job]) / (job.tokens - 1) for job in warm)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def pays() -> str:
     """Return README's table of what planned fleets cost beside the best of one precision."""
     lines = ["| USD a million tokens, answers lost of 100, TTFT p95 | one precision | planned |", "| --- | --- | --- |"]
     for name, found in json.loads((RESULTS / "plans.json").read_text("utf-8")).items():
-        if not name.startswith("day"):
+        if "planned" in found:
             planned, single = found["planned"], found["single"]
             same = single is not None and single["engines"] == planned["engines"]
             best = "none keeps the budget" if single is None else _outcome(single, found["currency"])

@@ -127,6 +127,10 @@ class SpeedModel:
         beyond = self.step_ms_beyond_knee * (sequences - self.step_knee) if sequences > self.step_knee else 0.0
         return self.step_base_ms + self.step_ms_per_sequence * sequences + beyond
 
+    def prompt_ms(self, tokens: int, _sequences: int, /) -> float:
+        """Return by how much a prompt delays the batch that is being decoded; by as much, whatever the batch."""
+        return self.prefill_ms_per_token * tokens
+
     def times(
         self,
         prompt_tokens: int,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -17,6 +16,7 @@ from rich.table import Table
 from classifier import Complexity, PromptClass
 from router.cli.common import ConfigOption, output, print_table, with_options
 from router.deployment.layout import prepare_options, speed_machine
+from router.policy.decide import scarcity_at
 from router.policy.decision_log import DecisionRecord, read_log
 from router.policy.losses import losses
 from router.policy.profiles import AnswerCount, Fit, latency_name, load_latency, load_profile, profile_name
@@ -27,8 +27,9 @@ from tiers.plan import GIB, held_bytes, machine_name, read_machine, usual_kv_cac
 from tiers.sizing.architecture import Architecture, architecture
 from tiers.sizing.capacity import MOST_BUSY, Demand, engines_on_cpu, engines_on_gpus
 from tiers.sizing.find_config import find_config
-from tiers.sizing.fleet import EngineType, Fleet, Load, alone, as_set, cheapest, fullest
+from tiers.sizing.fleet import EngineType, Fleet, Load, alone, as_set, fullest, parse_course, parse_rate
 from tiers.sizing.hardware import PRICES, GpuKind, Prices, known_gpus, parse_all_gpus, read_prices
+from tiers.sizing.operation import Policy, cheapest_in_operation, in_operation
 from tiers.sizing.verdict import counted, missing_for, settings_for, tiers_of, verdict_on
 from tiers.spec import PRECISIONS, TierName
 from tiers.speed import SpeedModel
@@ -37,8 +38,6 @@ Kind = tuple[PromptClass, Complexity]
 ROOFLINE = "roofline"
 HOUR_S = 3600
 LEAST_SHOWN = 0.005  # of a kind's requests
-_LOAD = re.compile(r"([\d.]+)\s*/\s*(s|min|h)|([\d.]+)")
-_PERIODS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 MIXES: dict[str, tuple[dict[PromptClass, float], list[float]]] = {
     name: ({PromptClass(each): share for each, share in mix["classes"].items()}, mix["complexities"])
     for name, mix in tomllib.loads(Path(__file__).with_name("mixes.toml").read_text("utf-8")).items()
@@ -114,9 +113,9 @@ def plan(options: Options) -> None:
         raise PlanError("--kv-fp8 needs --gpus: engines on a CPU keep their KV cache in BF16")
     made = _planned(settings, options, target, demand, prices)
     if options.write is not None:
-        if made.best is None or made.load is None:
+        if made.best is None:
             raise PlanError(f"{options.write} is not written: {made.verdict or 'no --load is given'}")
-        options.write.write_text(settings_for(made.best, made.load, made.verdict), "utf-8")
+        options.write.write_text(settings_for(made.best, made.verdict), "utf-8")
     if options.as_json:
         typer.echo(json.dumps(_json(target, demand, made), indent=2))
     else:
@@ -165,13 +164,25 @@ def _planned(settings: Settings, options: Options, target: _Target, demand: Dema
         return _Plan(engines, lacks, None)
     load = _load(options, target)
     available = {gpu.name: count for gpu, count in target.gpus.items()}
+    policy = _policy(settings)
     singles = alone(engines, load, available)
+    singles = {tier: one and in_operation(one, load, demand, policy) for tier, one in singles.items()}
     if options.loss is None:
         load = replace(load, budget=load.lost_by(TierName.BALANCED))
-    best = cheapest(engines, load, available)
+    best = cheapest_in_operation(engines, load, available, demand, policy)
     currency = prices.currency if known else None
     verdict = verdict_on(best, singles, load, currency) if best else missing_for(engines, load, available)
     return _Plan(engines, lacks, load, currency, best, singles, _present(settings, engines, load), verdict)
+
+
+def _policy(settings: Settings) -> Policy:
+    """Return which loss the router allows at a load, by the loss budget."""
+    objective, negligible = settings.policy.objective, settings.policy.negligible_loss
+
+    def allowed(budget: float, taken: float) -> float:
+        return negligible + scarcity_at(objective, taken) * max(budget - negligible, 0.0)
+
+    return allowed
 
 
 def _present(settings: Settings, engines: Sequence[EngineType], load: Load) -> Fleet | None:
@@ -202,14 +213,14 @@ def _prices(gpus: Mapping[GpuKind, int | None], prices: Prices) -> dict[GpuKind,
 def _load(options: Options, target: _Target) -> Load:
     """Return the requests by kind, and what each precision loses on it."""
     assert options.load is not None
-    rate, mix = _rate(options.load), _mix(options.mix)
+    rate, mix = parse_rate(options.load), _mix(options.mix)
     whole = sum(mix.values())
     loss: dict[TierName, dict[Hashable, float]] = {}
     for tier, precision in PRECISIONS.items():
         found = losses(precision, target.answers.get(tier, ()))
         loss[tier] = {(c, x): 0.0 if tier is TierName.PRECISE else found[c][x].mean for c, x in mix}
     budget = 1.0 if options.loss is None else options.loss / 100
-    return Load({kind: rate * share / whole for kind, share in mix.items()}, loss, _course(options.day), budget)
+    return Load({kind: rate * share / whole for kind, share in mix.items()}, loss, parse_course(options.day), budget)
 
 
 def _mix(text: str) -> dict[Kind, float]:
@@ -229,17 +240,6 @@ def _mix(text: str) -> dict[Kind, float]:
     if not found:
         raise PlanError(f"--mix {text}: the decision log has no decisions")
     return dict(found)
-
-
-def _course(text: str) -> tuple[float, ...]:
-    try:
-        factors = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        factors = ()
-    if not factors or not all(0 <= factor < float("inf") for factor in factors) or not sum(factors):
-        raise PlanError(f"--day {text}: numbers from 0 with commas between are needed, as 0.3,0.5,1.2,2")
-    mean = sum(factors) / len(factors)
-    return tuple(factor / mean for factor in factors)
 
 
 def _demand(settings: Settings, options: Options, target: _Target) -> Demand:
@@ -289,26 +289,22 @@ def _same_kind(names: list[str]) -> tuple[GpuKind, int]:
     raise PlanError(f"this machine's {names[0]} is not known; give --gpus the most similar of {known}")
 
 
-def _rate(text: str) -> float:
-    found = _LOAD.fullmatch(text.strip())
-    try:
-        rate = 0.0 if found is None else float(found[1] or found[3]) / _PERIODS[found[2] or "s"]
-    except ValueError:
-        rate = 0.0
-    if not rate > 0:
-        raise PlanError(f"--load {text}: a rate above 0 is needed, as 40/s, 100/min or 5000/h")
-    return rate
+def _engine_json(engine: EngineType) -> dict[str, Any]:
+    told = {name: value for name, value in asdict(replace(engine.plan, pace=None)).items() if name != "pace"}
+    return {"gpu": engine.gpu or None, "price_per_hour": engine.price, **told}
 
 
 def _fleet_json(fleet: Fleet | None, demand: Demand, made: _Plan) -> dict[str, Any] | None:
     if fleet is None or made.load is None:
         return None
-    engines = [{"gpu": e.gpu or None, "replicas": count, **asdict(e.plan)} for e, count in fleet.counts]
+    engines = [{**_engine_json(engine), "replicas": count} for engine, count in fleet.counts]
     return {
         "cost_per_hour": fleet.price,  # or GPUs, or machines, where there is no currency
         "cost_per_million_tokens": _million(fleet, demand, made),
         "answers_lost": fleet.lost,
-        "loss_budget": fleet.loss_budget(made.load),  # of the policy
+        "ttft_ms": fleet.ttft_ms,
+        "tpot_ms": fleet.tpot_ms,
+        "loss_budget": fleet.loss_budget,  # of the policy
         "shares": fleet.shares,
         "gpus": fleet.gpus,
         "engines": engines,
@@ -323,7 +319,6 @@ def _million(fleet: Fleet, demand: Demand, made: _Plan) -> float | None:
 
 
 def _json(target: _Target, demand: Demand, made: _Plan) -> dict[str, Any]:
-    engines = [{"gpu": e.gpu or None, "price_per_hour": e.price, **asdict(e.plan)} for e in made.engines]
     found = {
         "model": target.name,
         "parameters": target.model.parameters,
@@ -331,7 +326,7 @@ def _json(target: _Target, demand: Demand, made: _Plan) -> dict[str, Any]:
         "speed": target.speed,
         "losses": "measured" if target.answers else "published",
         **asdict(demand),
-        "engines": engines,
+        "engines": [_engine_json(engine) for engine in made.engines],
         "notes": list(made.lacks),
         "verdict": made.verdict,
     }
@@ -404,7 +399,7 @@ def _fleets_table(target: _Target, demand: Demand, made: _Plan) -> Table:
     assert made.load is not None
     table = Table("fleet", "engines", box=None)
     price = f"{made.currency} an hour" if made.currency else "GPUs" if target.gpus else "machines"
-    for name in ("share of requests", price, "1M tokens", "lost of 100"):
+    for name in ("share of requests", price, "1M tokens", "lost of 100", "TTFT ms", "ms/token"):
         table.add_column(name, justify="right")
     rows = {"planned": made.best, **{f"{tier} alone": fleet for tier, fleet in (made.alone or {}).items()}}
     for name, fleet in {**rows, "as set": made.present}.items():
@@ -417,9 +412,8 @@ def _fleets_table(target: _Target, demand: Demand, made: _Plan) -> Table:
         )
         shares = " / ".join(f"{fleet.shares.get(tier, 0):.0%}" for tier in PRECISIONS)
         money = _number(fleet.price, 2 if made.currency else 0), _number(_million(fleet, demand, made), 3)
-        table.add_row(
-            name, engines, shares, *money, f"{fleet.lost * 100:.2f}", style="bold" if name == "planned" else ""
-        )
+        told = f"{fleet.lost * 100:.2g}", _number(fleet.ttft_ms), _number(fleet.tpot_ms, 1)
+        table.add_row(name, engines, shares, *money, *told, style="bold" if name == "planned" else "")
     return table
 
 

@@ -26,7 +26,7 @@ from tiers.speed import HALF_LIFE_S, IDLE
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from router.policy.decision import Degraded, PolicyParameters, Query, Sla
+    from router.policy.decision import Degraded, Objective, PolicyParameters, Query, Sla
     from tiers.choice import Candidate, Expectation
     from tiers.snapshot import FleetSnapshot, TierSnapshot
     from tiers.spec import TierSpec
@@ -93,7 +93,7 @@ def _undecided(query: Query, fleet: FleetSnapshot, table: PolicyParameters, requ
         there += sum(map(SLOTS, tier.replicas))
     confidence = query.sla.confidence
     z = _NORMAL.inv_cdf(table.sla_confidence if confidence is None else confidence)
-    scarcity = 1.0 if table.objective == "cheapest" else _scarcity(highest)
+    scarcity = scarcity_at(table.objective, _taken(highest))
     asked = query.sla.max_quality_loss
     bound = table.max_loss.get(query.features.prompt_class) if asked is None else asked
     context = _Context(query, table, request, z, scarcity, bound, there)
@@ -289,19 +289,24 @@ def _slow(sla: Sla, times: Expectation | None, z: float) -> tuple[bool, float]:
     return slow, excess
 
 
-def _scarcity(highest: TierSnapshot | None) -> float:
-    """Return how scarce engine time is, 0..1, by how full the highest precision is that may serve and is ready.
+def _taken(highest: TierSnapshot | None) -> float:
+    """Return the share of slots that is taken of the highest precision that may serve and is ready.
 
     It is the tier that would answer if loss alone counted, so its next free slot is what a lossier tier can save.
     """
-    if highest is None:
-        return 0.0
-    room, filled, most = 0, 0, highest.spec.max_num_seqs
-    for replica in highest.replicas:
-        if replica.status is READY:
-            room += min(most, replica.limit)
-            filled += replica.slots
-    return min(max((filled / max(room, 1) - PLENTY) / (1 - PLENTY), 0.0), 1.0)
+    filled, room = 0, 0
+    if highest is not None:
+        most = highest.spec.max_num_seqs
+        for replica in highest.replicas:
+            if replica.status is READY:
+                room += min(most, replica.limit)
+                filled += replica.slots
+    return filled / max(room, 1)
+
+
+def scarcity_at(objective: Objective, taken: float) -> float:
+    """Return how scarce engine time is, 0..1: the share of the loss budget that is allowed."""
+    return 1.0 if objective == "cheapest" else min(max((taken - PLENTY) / (1 - PLENTY), 0.0), 1.0)
 
 
 def _choose(query: Query, table: PolicyParameters, within: Sequence[Estimate]) -> tuple[Estimate, Basis]:

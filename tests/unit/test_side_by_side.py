@@ -1,4 +1,4 @@
-"""The pieces of benchmarks/side_by_side.py: its stub engine, its load, its table, and a short run without peers."""
+"""benchmarks/side_by_side.py: its load, and a short run without peers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
 from router.section import PROJECT
-from tests.ports import reserved_ports
 
 pytestmark = pytest.mark.anyio
 CHAT = {"model": "stub", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
@@ -32,25 +28,6 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module
 
 
-@asynccontextmanager
-async def engine() -> AsyncIterator[str]:
-    (port,) = reserved_ports()
-    process = await asyncio.create_subprocess_exec(sys.executable, PROJECT / "benchmarks/token_stub.py", str(port))
-    url = f"http://127.0.0.1:{port}"
-    try:
-        async with httpx.AsyncClient() as client, asyncio.timeout(30):
-            while True:
-                try:
-                    await client.get(f"{url}/health")
-                    break
-                except httpx.TransportError:
-                    await asyncio.sleep(0.05)
-        yield url
-    finally:
-        process.terminate()
-        await process.wait()
-
-
 async def run(*command: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=PROJECT, env=env
@@ -58,28 +35,6 @@ async def run(*command: str, env: dict[str, str] | None = None) -> tuple[int, st
     output, errors = await process.communicate()
     assert process.returncode is not None
     return process.returncode, output.decode(), errors.decode()
-
-
-@pytest.mark.parametrize("pause_us", [0, 300])
-async def test_the_stub_streams_tokens_as_vllm_does(pause_us: int) -> None:
-    """One event a token, with its id where ids are asked for, then usage where that is, then the end."""
-    async with engine() as url, httpx.AsyncClient(base_url=url) as client:
-        await client.get(f"/pace/{pause_us}")
-        wanted = {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
-        answer = await client.post("/v1/chat/completions", json=CHAT | wanted)
-        plain = await client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 3, "stream": True})
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    *events, done = [part.removeprefix("data: ") for part in answer.text.split("\n\n") if part]
-    assert done == "[DONE]"
-    role, *tokens, usage = map(json.loads, events)
-    assert role["choices"][0]["delta"] == {"content": "", "role": "assistant"}
-    assert len(role["prompt_token_ids"]) == usage["usage"]["prompt_tokens"]
-    assert [token["choices"][0]["token_ids"] for token in tokens] == [[1000], [1001], [1002], [1003], [1004]]
-    assert [token["choices"][0]["finish_reason"] for token in tokens] == [None] * 4 + ["length"]
-    assert usage["usage"]["completion_tokens"] == 5
-    assert plain.text.count('"text"') == plain.text.count(" wave") == 3
-    assert "usage" not in plain.text
-    assert '"token_ids":[' not in plain.text
 
 
 GOOD = b"".join(b'data: {"text":" wave%c"}\n\n' % (97 + n) for n in range(3)) + b"data: [DONE]\n\n"
@@ -126,28 +81,6 @@ async def test_a_wrong_answer_is_an_error(benchmark: Any, wrong: str) -> None:
     assert sample.errors == 1
     assert "HTTP/1.1" in sample.error
     assert sample.answers > 1
-
-
-async def test_the_table_tells_ratios_targets_and_errors(benchmark: Any) -> None:
-    """Ratios are those of one pass; a target that is missed is told so, and so is the first error."""
-    load, module = benchmark("token_load"), benchmark("side_by_side")
-
-    def samples(*costs: float, errors: int = 0) -> list[Any]:
-        return [load.Sample(100, errors, 50.0, cost, 2.0, 3.0, 40.0, "HTTP/1.1 500" * bool(errors)) for cost in costs]
-
-    rows = {module.BASE: samples(100, 200, 300), module.OURS: samples(150, 240, 30)}
-    rows[module.OURS_GENERATE] = samples(225, 225, 225, errors=2)
-    run = module.Run(["$ command"], {module.OURS: "v1"}, {"nginx": "not installed"}, {"paced": rows})
-    text = run.text()
-    assert f"{module.OURS}: x1.20 of {module.BASE}; target at most x1.3: met" in text
-    assert f"{module.OURS_GENERATE}: x1.50 of {module.OURS}; target at most x1.2: missed" in text
-    assert f"first error of {module.OURS_GENERATE}: 'HTTP/1.1 500'" in text
-    assert "nginx                       skipped: not installed" in text
-    record = run.record()
-    assert (
-        record["rows"]["paced"][module.OURS_GENERATE] | {"errors": 6, "cpu_us": 225, "added_p50": None}
-        == (record["rows"]["paced"][module.OURS_GENERATE])
-    )
 
 
 @two_cores

@@ -23,12 +23,12 @@ FORBIDDEN = {
 }
 LONGEST_FUNCTION = 60
 # They only go down: who adds lines, words or a setting takes others away.
-CEILINGS = {"router": 23_000, "tests": 40_360, "words": 26_060, "settings": 108}
+CEILINGS = {"router": 22_999, "tests": 40_358, "words": 26_048, "settings": 108}
 # Of a streamed request, as scripts/structure.py counts it.
 PATH = {
     "modules a streamed request passes": 34,
-    "own functions a streamed request passes": 189,
-    "calls of own functions in a request of 20 chunks": 436,
+    "own functions a streamed request passes": 186,
+    "calls of own functions in a request of 20 chunks": 430,
     "own functions for each chunk": 9,
     "calls of own functions for each chunk": 9,
     "deepest stack of own functions": 18,

@@ -35,6 +35,9 @@ class Pace(Protocol):
     def step_ms(self, sequences: int) -> float:
         """Return the time of one decode step."""
 
+    def prompt_ms(self, tokens: int, sequences: int, /) -> float:
+        """Return by how much a prompt delays the sequences that are being decoded."""
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -64,6 +67,7 @@ class EnginePlan:
     tpot_ms: float | None = None  # at this batch
     requests_per_s: float | None = None  # that it can serve
     tokens_per_s: float | None = None  # of output, likewise
+    pace: Pace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +198,12 @@ class _Site:
         return [n for n in (1, 2, 4, 8, 16) if n <= most and self.model.attention_heads % n == 0]
 
 
+def between_ms(pace: Pace, demand: Demand, batch: int) -> float:
+    """Return the mean time between two tokens, in milliseconds, of an engine with so many sequences."""
+    delay = batch * pace.prompt_ms(demand.prompt_tokens, batch)
+    return pace.step_ms(batch) + delay / demand.output_tokens
+
+
 def _tier(engine: Engine, model: Architecture, demand: Demand) -> EnginePlan:
     gpus = max(engine.gpus, 1)
     each = model.sequence_bytes(demand.context, engine.kv_bytes, gpus)
@@ -207,6 +217,7 @@ def _tier(engine: Engine, model: Architecture, demand: Demand) -> EnginePlan:
         engine.gpus,
         most,
         min(most, demand.max_num_seqs),
+        pace=engine.pace,
     )
     pace = engine.pace
     if pace is None:
@@ -214,7 +225,7 @@ def _tier(engine: Engine, model: Architecture, demand: Demand) -> EnginePlan:
     prefill, tokens = pace.prefill_ms_per_token * demand.prompt_tokens, demand.output_tokens
 
     def between(batch: int) -> float:
-        return pace.step_ms(batch) + batch * prefill / tokens
+        return between_ms(pace, demand, batch)
 
     def keeps(batch: int) -> bool:
         slow = demand.tpot_ms is not None and between(batch) > demand.tpot_ms

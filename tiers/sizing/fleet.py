@@ -17,9 +17,11 @@ load is high: what the router's policy does.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tiers.errors import PlanError
 from tiers.sizing.capacity import MOST_BUSY, EnginePlan
 from tiers.spec import PRECISIONS, TierName
 
@@ -28,6 +30,8 @@ LEAST_SHARE = 1e-6  # of the requests: an engine that shares a machine and gets 
 KEPT = 0.8  # of the most that given GPUs carry: what they are planned for where no load is named
 SPARE = 1e-4  # share of the answers: what a GPU is worth that no load needs
 BISECTIONS = 12
+_RATE = re.compile(r"([\d.]+)\s*/\s*(s|min|h)|([\d.]+)")
+_PERIODS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 LOSS_WEIGHT = 0.01  # of the least price, for losing all answers: it decides between fleets of one price
 
 
@@ -82,6 +86,9 @@ class Fleet:
     price: float  # of an hour
     lost: float  # share of all answers
     sent: Mapping[tuple[Hashable, TierName], float]  # share of all requests that are of a kind and go to a tier
+    loss_budget: float = 1.0  # of the policy: the largest share of answers that a tier loses of a kind it is to serve
+    ttft_ms: float | None = None  # in the mean of the requests, as ``tiers.sizing.operation`` finds it
+    tpot_ms: float | None = None  # likewise
 
     @property
     def shares(self) -> dict[TierName, float]:
@@ -98,11 +105,6 @@ class Fleet:
         for engine, count in self.counts:
             found[engine.gpu] = found.get(engine.gpu, 0) + count * engine.plan.gpus_per_replica
         return found
-
-    def loss_budget(self, load: Load) -> float:
-        """Return the largest share of answers that a tier loses of a kind of prompt it serves."""
-        used = [load.loss[tier][kind] for (kind, tier), share in self.sent.items() if share > LEAST_SHARE]
-        return math.ceil(max(used) * 1e4) / 1e4
 
     def replicas(self, tier: TierName) -> int:
         """Return the engines of a tier."""
@@ -210,7 +212,9 @@ def cheapest(
     used = [engine.tier for engine in engines if not program.shared or engine.tier in served]
     counts = tuple((engine, n) for engine, n in zip(engines, numbers, strict=True) if n and engine.tier in used)
     price = float(machines) if program.shared else sum(engine.price * count for engine, count in counts)
-    return Fleet(counts, price, sum(found[column] * loss for column, loss in lost.items()) / whole, sent)
+    most = max(load.loss[tier][kind] for (kind, tier), share in sent.items() if share > LEAST_SHARE)
+    lossy = sum(found[column] * loss for column, loss in lost.items()) / whole
+    return Fleet(counts, price, lossy, sent, math.ceil(most * 1e4) / 1e4)
 
 
 def _solved(goal: Mapping[int, float], rows: Sequence[_Row], whole_numbers: int) -> list[float] | None:
@@ -267,3 +271,27 @@ def fullest(engines: Sequence[EngineType], load: Load, available: Mapping[str, i
         middle = (low + high) / 2
         low, high = (low, middle) if at(middle) is None else (middle, high)
     return at(KEPT * low) if low else None
+
+
+def parse_rate(text: str) -> float:
+    """Return the requests a second of a rate as ``40/s`` or ``100/min``; without a unit, a second's."""
+    found = _RATE.fullmatch(text.strip())
+    try:
+        rate = 0.0 if found is None else float(found[1] or found[3]) / _PERIODS[found[2] or "s"]
+    except ValueError:
+        rate = 0.0
+    if not rate > 0:
+        raise PlanError(f"--load {text}: a rate above 0 is needed, as 40/s, 100/min or 5000/h")
+    return rate
+
+
+def parse_course(text: str) -> tuple[float, ...]:
+    """Return the load of each part of a day over the mean, of factors with commas between."""
+    try:
+        factors = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        factors = ()
+    if not factors or not all(0 <= factor < float("inf") for factor in factors) or not sum(factors):
+        raise PlanError(f"--day {text}: numbers from 0 with commas between are needed, as 0.3,0.5,1.2,2")
+    mean = sum(factors) / len(factors)
+    return tuple(factor / mean for factor in factors)

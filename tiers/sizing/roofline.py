@@ -61,6 +61,14 @@ class Roofline:
         kept = self.model.sequence_bytes(self.context, self.kv_bytes, self.gpus) * sequences
         return self._step_ms(sequences, sequences, kept)
 
+    def prompt_ms(self, tokens: int, sequences: int, /) -> float:
+        """Return by how much a prompt lengthens the decode step of a batch that it is computed in, in milliseconds.
+
+        Computing it overlaps with reading the weights, so it costs less than alone.
+        """
+        kept = self.model.sequence_bytes(self.context, self.kv_bytes, self.gpus) * sequences
+        return self._step_ms(sequences + tokens, sequences + 1, kept) - self._step_ms(sequences, sequences, kept)
+
     def mixed_ms(self, tokens: int, sampled: int, kept: int) -> float:
         """Return the time of a step that computes prompts too, in milliseconds.
 

@@ -77,9 +77,9 @@ def tiers_of(fleet: Fleet) -> dict[str, dict[str, int]]:
     return found
 
 
-def settings_for(fleet: Fleet, load: Load, verdict: str) -> str:
+def settings_for(fleet: Fleet, verdict: str) -> str:
     """Return the tiers as settings that ``qarr up`` takes, and the loss budget by which the router uses them so."""
-    lines = [f"# {verdict}", "[policy]", f"loss_budget = {fleet.loss_budget(load):g}"]
+    lines = [f"# {verdict}", "[policy]", f"loss_budget = {fleet.loss_budget:g}"]
     for tier, settings in tiers_of(fleet).items():
         on = ", ".join(engine.gpu for engine, _ in fleet.counts if engine.tier == tier and engine.gpu)
         lines += [f"[tiers.{tier}]" + (f"  # on {on}" if on else "")]

@@ -58,6 +58,7 @@ def fleet(
     speeds: dict[TierName, SpeedModel] | None = None,
     busy: int = 0,
     loads: dict[TierName, Load] | None = None,
+    limit: int = 32,
 ) -> FleetSnapshot:
     tiers = []
     for name in STANDARD_TIERS:
@@ -67,7 +68,7 @@ def fleet(
         trend = Trend(0.0, speed.ttft_spread**2 if speed else 0.0, 0.0)
         replica = ReplicaState(
             f"{name}-0", "u", status=state, in_flight=load.sequences, slots=load.sequences, prompt_tokens=load.prompt_tokens,
-            load=load, speed=speed, trends=Trends(trend, trend),
+            load=load, speed=speed, trends=Trends(trend, trend), limit=limit,
         )  # fmt: skip
         tiers.append(TierSnapshot(TierSpec(name, LENGTHS[name], 16, 32), (replica,), (load.output_tokens,)))
     return FleetSnapshot(tuple(tiers), TemplateTokens())

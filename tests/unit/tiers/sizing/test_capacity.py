@@ -29,6 +29,9 @@ class Steady:
     def step_ms(self, sequences: int) -> float:
         return 20.0
 
+    def prompt_ms(self, tokens: int, _sequences: int, /) -> float:
+        return self.prefill_ms_per_token * tokens
+
 
 def engines(name: str, gpus: str, demand: Demand = DEMAND, **options: object) -> dict[TierName, list[EnginePlan]]:
     """Return the engines of each tier, from the fewest GPUs."""

@@ -1,0 +1,217 @@
+"""What a fleet does with its load under the router's policy: random arrivals, simulated.
+
+Requests come as a Poisson process. The n sequences that an engine computes each take ``tokens * between(n)``, the time that
+``tiers.sizing.capacity`` plans with, so one of them ends at a rate of n over that: a Markov chain, stepped event by event
+(Gillespie, J. Phys. Chem. 81, 1977) from a fixed seed. Each request goes to the tier that the policy chooses at that moment.
+Prompts that come together share steps, so each waits for half a step and for the others (M/M/1 queue). Means are within some
+percent of those of simulated engines with vLLM's scheduling (``benchmarks/plans.py``).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import accumulate
+
+from tiers.sizing.capacity import Demand, between_ms
+from tiers.sizing.fleet import EngineType, Fleet, Load, cheapest
+from tiers.spec import PRECISIONS, TierName
+
+Policy = Callable[[float, float], float]
+"""The largest loss allowed, by the policy's loss budget and the share of the highest precision's slots that is taken."""
+
+ARRIVALS = 4000, 6000  # least and most of a part of the day, where tiers share it: shares are within a few percent
+TURNS = 4  # of all sequences, until the fleet is as full as it stays
+TRIES = 4
+
+
+@dataclass(slots=True, eq=False)
+class _Station:
+    """Engines of one type, with their load spread evenly. Times in milliseconds, by an engine's sequences."""
+
+    engine: EngineType
+    count: int
+    tokens: int
+    between: Callable[[int], float]
+    step: Callable[[int], float]
+    cost: Callable[[int], float]  # engine time of one more request
+    now: int = 0  # sequences
+    busy: float = 0.0  # sequences * seconds
+    admitted: int = 0
+    stepped: float = 0.0  # sum of the first steps of those
+
+    @property
+    def slots(self) -> int:
+        return self.count * self.engine.plan.batch
+
+    @property
+    def each(self) -> int:
+        """Return the sequences of one engine; not less than one."""
+        return max(-(-self.now // self.count), 1)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What became of requests."""
+
+    sent: dict[tuple[Hashable, TierName], float] = field(default_factory=dict)
+    requests: int = 0
+    ttft: float = 0.0  # sums, in milliseconds
+    tpot: float = 0.0
+
+
+def in_operation(fleet: Fleet, load: Load, demand: Demand, policy: Policy) -> Fleet:
+    """Return a fleet with what it loses, its shares and its mean TTFT and TPOT under the router's policy."""
+    seen, whole = _Seen(), sum(load.course)
+    stations = [_station(engine, count, demand) for engine, count in fleet.counts]
+    sent = dict.fromkeys(fleet.sent, 0.0)
+    for factor in load.course:
+        if factor > 0:
+            chain = _Chain(fleet, load, [replace(station) for station in stations], policy)
+            part, weight = _part(chain, load, demand, factor), factor / whole
+            seen.ttft += weight * part.ttft
+            seen.tpot += weight * part.tpot
+            for flow, share in part.sent.items():
+                sent[flow] += weight * share
+    if len({tier for _, tier in sent}) == 1:
+        return replace(fleet, ttft_ms=seen.ttft, tpot_ms=seen.tpot)
+    lost = sum(share * load.loss[tier][kind] for (kind, tier), share in sent.items())
+    return replace(fleet, lost=lost, sent=sent, ttft_ms=seen.ttft, tpot_ms=seen.tpot)
+
+
+def cheapest_in_operation(
+    engines: Sequence[EngineType], load: Load, available: dict[str, int | None], demand: Demand, policy: Policy
+) -> Fleet | None:
+    """Return the cheapest fleet that keeps the budget under the router's policy too; None: there is none."""
+    budget, best = load.budget, None
+    for _ in range(TRIES):
+        best = cheapest(engines, replace(load, budget=budget), available)
+        best = best and in_operation(best, load, demand, policy)
+        if best is None or best.lost <= max(load.budget, 0.0) + 1e-9:
+            break
+        budget *= load.budget / best.lost
+    if best is None or best.lost > load.budget + 1e-9:
+        singles = [cheapest([e for e in engines if e.tier is tier], load, available) for tier in PRECISIONS]
+        best = min((each for each in singles if each), key=lambda each: (each.price, each.lost), default=None)
+        best = best and in_operation(best, load, demand, policy)
+    return best
+
+
+def _part(chain: _Chain, load: Load, demand: Demand, factor: float) -> _Seen:
+    """Return what becomes of requests in a part of the day."""
+    source, kinds = random.Random(1), list(load.by_kind)  # noqa: S311  a simulation
+    heavy, rate, stations = list(accumulate(load.by_kind.values())), load.mean * factor, chain.stations
+    least, most = ARRIVALS if len({station.engine.tier for station in stations}) > 1 else (1000, 1500)
+    warm = min(TURNS * chain.fill(rate), most)
+    last, arrived, now, waited = warm + max(warm, least), 0, 0.0, 0.0
+    while arrived < last:
+        ends = chain.ends()
+        whole = rate + sum(ends)
+        if arrived > warm:
+            dt = source.expovariate(whole)
+            now += dt
+            waited += dt * len(chain.queue)
+            for station in stations:
+                station.busy += dt * station.now
+        nth = source.random() * whole - rate
+        if nth < 0:
+            arrived += 1
+            chain.measured = arrived > warm
+            chain.arrive(source.choices(kinds, cum_weights=heavy)[0])
+        else:
+            chain.end(next((s for s, upto in zip(stations, accumulate(ends), strict=True) if nth < upto), None))
+    return _sums(chain, demand, now, waited)
+
+
+class _Chain:
+    """The state: sequences of each station, and who waits."""
+
+    def __init__(self, fleet: Fleet, load: Load, stations: Sequence[_Station], policy: Policy) -> None:
+        self.stations, self.queue, self.measured = stations, deque[Hashable](), False
+        self.seen = _Seen()
+        self._load, self._policy, self._budget = load, policy, fleet.loss_budget
+        self._shared = not stations[0].engine.gpu
+        self._tiers = sorted({s.engine.tier for s in stations}, key=tuple(PRECISIONS).index)
+        self._highest = [s for s in stations if s.engine.tier is self._tiers[-1]]
+
+    def fill(self, rate: float) -> int:
+        """Begin about as full as the fleet will be: the highest precision serves what it can. Return the sequences."""
+        for station in sorted(self.stations, key=lambda s: -self._tiers.index(s.engine.tier)):
+            while station.now < station.slots and sum(self.ends()) < rate:
+                station.now += station.count
+            station.now = min(station.now, station.slots)
+        return sum(station.now for station in self.stations)
+
+    def ends(self) -> list[float]:
+        """Return how many sequences of each station end in a second."""
+        busy = sum(station.now > 0 for station in self.stations) if self._shared else 1
+        return [1000 * s.now / (s.tokens * s.between(s.each)) / max(busy, 1) for s in self.stations]
+
+    def arrive(self, kind: Hashable) -> None:
+        """Admit a request, or let it wait."""
+        there = sum(station.now for station in self.stations) + 1
+        free = dict[TierName, _Station]()
+        for station in self.stations:
+            other = free.get(station.engine.tier)
+            if station.now < station.slots and (other is None or station.each < other.each):
+                free[station.engine.tier] = station
+        if not free:
+            self.queue.append(kind)
+            return
+        station = free[self._choose(kind, free, there)]
+        station.now += 1
+        if self.measured:
+            station.admitted += 1
+            station.stepped += station.step(station.each) * (1.5 if station.now > 1 else 1)  # it waits for half a step
+            flow = kind, station.engine.tier
+            self.seen.sent[flow] = self.seen.sent.get(flow, 0.0) + 1
+
+    def end(self, station: _Station | None) -> None:
+        """Let a sequence end; the first that waits is admitted."""
+        if station is not None:
+            station.now -= 1
+            if self.queue:
+                self.arrive(self.queue.popleft())
+
+    def _choose(self, kind: Hashable, free: dict[TierName, _Station], there: int) -> TierName:
+        """Choose as ``router.policy.decide`` does."""
+        tiers = [tier for tier in self._tiers if tier in free]
+        loss = {tier: self._load.loss[tier][kind] for tier in tiers}
+        taken, slots = sum(s.now for s in self._highest), sum(s.slots for s in self._highest)
+        fit = [tier for tier in tiers if loss[tier] <= self._policy(self._budget, 1.0)]
+        if not fit:
+            return tiers[-1]
+        allowed = self._policy(self._budget, taken / slots)
+        good = [tier for tier in fit if loss[tier] <= allowed] or [min(fit, key=lambda tier: loss[tier])]
+        return min(good, key=lambda tier: free[tier].cost(min(there, free[tier].engine.plan.batch)))
+
+
+def _station(engine: EngineType, count: int, demand: Demand) -> _Station:
+    pace = engine.plan.pace
+    assert pace is not None
+    prefill, tokens = pace.prefill_ms_per_token * demand.prompt_tokens, demand.output_tokens
+    step = cache(pace.step_ms)
+    between = cache(lambda n: between_ms(pace, demand, n))
+    return _Station(engine, count, tokens, between, step, cache(lambda n: prefill + tokens * step(n) / n))
+
+
+def _sums(chain: _Chain, demand: Demand, now: float, waited: float) -> _Seen:
+    """Return the shares, and the means of TTFT and TPOT (Little's law)."""
+    seen, whole = chain.seen, sum(station.admitted for station in chain.stations)
+    for station in chain.stations:
+        if not station.admitted:
+            continue
+        pace = station.engine.plan.pace
+        assert pace is not None
+        prefill = pace.prefill_ms_per_token * demand.prompt_tokens
+        busy = min(prefill / 1000 * station.admitted / now / station.count, 0.99)
+        ttft = prefill / (1 - busy) + station.stepped / station.admitted
+        whole_ms = 1000 * station.busy / station.admitted
+        seen.ttft += station.admitted / whole * ttft
+        seen.tpot += station.admitted / whole * (whole_ms - prefill) / demand.output_tokens
+    seen.ttft += 1000 * waited / whole
+    seen.sent = {flow: share / whole for flow, share in seen.sent.items()}
+    return seen
