@@ -256,8 +256,14 @@ def _problem_of(error: ErrorDetails, allowed: Mapping[str, str]) -> FieldProblem
         problem = "is not supported here" if foreign else "there is no such field"
         names = [n.rpartition(".")[2] for n in allowed if n.rpartition(".")[0] == prefix]
         return FieldProblem(field, problem, ", ".join(names))
+    return FieldProblem(field, message_of(error), allowed.get(named, ""))
+
+
+def message_of(error: ErrorDetails) -> str:
+    if error["type"] == "too_short" and error["msg"].endswith("not 0"):
+        return "is empty"
     message = error["msg"].removeprefix("Value error, ")
-    return FieldProblem(field, message[:1].lower() + message[1:], allowed.get(named, ""))
+    return message[:1].lower() + message[1:]
 
 
 def render_fleet(

@@ -16,6 +16,7 @@ from router.api.bodies import (
     RoutingFields,
     Rules,
     first_errors,
+    message_of,
     routing_allowed,
 )
 from router.api.endpoint import Endpoint, Service, as_it_came
@@ -209,9 +210,8 @@ def _from_body(document: JsonObject, rules: Rules) -> dict[str, Any]:
         problems, allowed = [], _allowed(rules)
         for e in first_errors(error):
             field = ".".join(map(str, e["loc"]))[:MOST_NAME_CHARS]
-            problems.append(
-                FieldProblem(f"qarr.{field}".rstrip("."), e["msg"].lower(), allowed.get(field, allowed[""]))
-            )
+            text = "there is no such field" if e["type"] == "extra_forbidden" else message_of(e)
+            problems.append(FieldProblem(f"qarr.{field}".rstrip("."), text, allowed.get(field, allowed[""])))
         raise InvalidBodyError(tuple(problems)) from None
     return fields.model_dump(exclude_unset=True)
 

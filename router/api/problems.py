@@ -156,7 +156,7 @@ def _type(status: int, names: Mapping[int, str], of_server: str) -> str:
 
 # Status, title, and under ``/v1`` status and code, if OpenAI's differ.
 _REFUSALS: dict[Refusal, tuple[int, str, tuple[int, str] | None]] = {
-    Refusal.TOO_LONG: (422, "The request fits no tier's context", (400, "context_length_exceeded")),
+    Refusal.TOO_LONG: (422, "The request is too long for the tiers that may serve it", (400, "context_length_exceeded")),
     Refusal.NOT_READY: (503, "No tier that could serve this is ready", None),
     Refusal.AT_CAPACITY: (503, "Every tier that could serve this is full", None),
     Refusal.SLA_UNMET: (503, "No tier can meet the required SLA now", None),
@@ -245,10 +245,21 @@ def _refused(decision: Decision) -> Problem:
     retry = None if after_s is None else min(max(math.ceil(after_s), 1), LONGEST_RETRY_S)
     errors: tuple[FieldProblem, ...] = ()
     if decision.refusal is Refusal.TOO_LONG:
-        text = f"{decision.query.prompt_tokens} tokens, and the answer may have {decision.query.max_tokens}"
-        errors = (FieldProblem("prompt", text, f"prompt and output within one tier's context: {decision.reason}"),)
+        errors = (_too_long(decision),)
+    elif decision.refusal is Refusal.SLA_UNMET and retry is None:  # asking again does not help
+        status, openai = 422, (400, "sla_unmet")
+        errors = (FieldProblem("sla", decision.reason, "looser bounds, or tier_policy 'prefer'"),)
     kind = decision.refusal.value.replace("_", "-")
     return Problem(status, kind, title, decision.reason, errors, retry, {"tiers": render_estimates(decision)}, openai)
+
+
+def _too_long(decision: Decision) -> FieldProblem:
+    query, left = decision.query, decision.longest - decision.query.prompt_tokens
+    if left > 0:
+        text = f"{query.max_tokens} tokens after a prompt of {query.prompt_tokens}: {decision.reason}"
+        return FieldProblem("max_tokens", text, f"at most {left}, or a shorter prompt")
+    allowed = f"less than {decision.longest} tokens; 'truncate' removes the oldest or the middle"
+    return FieldProblem("prompt", f"{query.prompt_tokens} tokens: {decision.reason}", allowed)
 
 
 def _http(error: HTTPException) -> Problem:

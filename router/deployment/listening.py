@@ -35,7 +35,7 @@ def listen(settings: Settings) -> socket.socket:
         sock = socket.create_server((host, port), family=family, backlog=2048, dualstack_ipv6=both)
     except OSError as error:
         raise ListenError(
-            f"cannot listen on {host}:{port} ({error.strerror}): end what listens there, or set server.port"
+            f"cannot listen on {host}:{port} ({error.strerror}): end what listens there, or choose another port (--port)"
         ) from error
     # Connections inherit it: without it the first token waits 40 ms and more for the acknowledgement of the headers.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

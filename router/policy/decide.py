@@ -113,14 +113,16 @@ def _refused(choice: Choice, fleet: FleetSnapshot, request: Request, *, possible
     waits = [_possible_in_s(tiers[o.tier], o, choice, request, fleet) for o in choice.asked]
     lengths = [tiers[o.tier].spec.max_model_len for o in choice.asked if o.obstacle is Refusal.TOO_LONG]
     alone = all(o.obstacle in LIKELIEST_TO_PASS[2:] for o in there)
+    longest = max(lengths, default=0) if alone else 0
     return Decision(
         None,
-        reason(choice, max(lengths, default=0) if alone else 0),
+        reason(choice, longest),
         choice.query,
         choice,
         Basis.REFUSED,
         refusal=refusal,
         retry_after_s=min([wait for wait in waits if wait is not None], default=None),
+        longest=longest,
     )
 
 

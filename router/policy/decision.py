@@ -276,6 +276,7 @@ class Decision:
     refusal: Refusal | None = None  # why there is no tier; None where there is one
     # of a refusal: predicted seconds until it could be served; None: never, as far as is known
     retry_after_s: float | None = None
+    longest: int = 0  # of a request too long for every tier that it asks for: tokens that the longest of them takes
 
     def estimate(self, tier: TierName) -> Estimate:
         """Return what was expected of one tier; ``KeyError``: the fleet had no such tier."""

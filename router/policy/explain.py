@@ -31,7 +31,7 @@ def verdict(choice: Choice, estimate: Estimate) -> str:
     if estimate.loss.mean > estimate.allowed and choice.scarcity < 1:
         return f"would get {one_in(estimate.loss.mean)} answers wrong, and engine time is not scarce enough for that"
     if chosen.cost is not None and estimate.cost is not None and estimate.under_load:
-        return f"would do, with {estimate.cost:.2g} engine-seconds instead of {chosen.cost:.2g}"
+        return f"would do, with {estimate.cost:.2g} s of engine time instead of {chosen.cost:.2g}"
     return f"would do; {chosen.tier} was taken"
 
 
@@ -43,6 +43,8 @@ def reason(choice: Choice, longest: int) -> str:
     chosen, query = choice.chosen, choice.query
     if chosen is None:
         found = "; ".join([f"{each.tier} {verdict(choice, each)}" for each in choice.asked])
+        if query.require and any(each.meets for each in choice.estimates):
+            found += "; tier_policy 'prefer' lets another tier serve"
         # Libraries know these words.
         return f"This model's maximum context length is {longest} tokens: {found}" if longest else found
     found = _why(choice, chosen)
@@ -62,7 +64,10 @@ def _why(choice: Choice, chosen: Estimate) -> str:
         known = f"expected to meet the SLA: {given_up} given up" if given_up else "known to meet the SLA"
         return f"no tier is {known}, {chosen.tier} taken"
     if basis is Basis.HINT:
-        return f"hint {chosen.tier}"
+        asked = f"{chosen.tier} is required" if choice.query.require else f"hint {chosen.tier}"
+        if chosen.loss.mean <= choice.table.negligible_loss:
+            return asked
+        return f"{asked}; it gets {one_in(chosen.loss.mean)} answers wrong ({chosen.loss.basis})"
     if basis is Basis.DEGRADED_QUALITY:
         return f"degraded to {chosen.tier}: {_unfit(choice, chosen)}, {_no_better(choice.asked)}"
     if basis is Basis.SORT and sort is not None:
@@ -101,7 +106,7 @@ def _cheap_text(choice: Choice, chosen: Estimate, within: Sequence[Estimate]) ->
     fit = [each for each in within if not each.unfit]
     others = [f"{each.tier} {each.cost:.2g}" for each in fit if each.tier is not chosen.tier and each.cost is not None]
     if chosen.under_load and others:
-        return f"takes {chosen.order():.2g} engine-seconds ({', '.join(others)})"
+        return f"should take {chosen.order():.2g} s of engine time ({', '.join(others)})"
     lower = any(choice.rank(each.tier) < choice.rank(chosen.tier) for each in fit)
     return "is much faster here than lower precisions" if lower else "is the lowest precision"
 
@@ -161,7 +166,7 @@ def _sorted_text(chosen: Estimate, sort: Sort) -> str:
     value = chosen.order(sort)
     if value == math.inf:
         return f"sort {sort}: speed is not measured, so {chosen.tier}, the lowest precision that may serve, was taken"
-    what = {"price": "engine-seconds", "latency": "ms to the first token", "throughput": "ms a token"}[sort]
+    what = {"price": "s of engine time", "latency": "ms to the first token", "throughput": "ms a token"}[sort]
     return f"sort {sort}: {chosen.tier} has the least, {value:.2g} {what} expected"
 
 

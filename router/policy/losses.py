@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 CONTRADICTED = 3.0  # of some 40 kinds and tiers one differs by chance in 1 of 10 fleets; at 1.96 two do in each
 UNLIKE = 0.3  # standard deviation of a published loss that the answers contradict
+ENOUGH = 10  # answers of a kind; fewer hardly count beside what is published
 LEAST = 1e-4  # published losses below this are not told apart
 Z95 = NormalDist().inv_cdf(0.975)
 
@@ -60,7 +61,8 @@ class ExpectedLoss:
 
     @property
     def basis(self) -> str:
-        return f"measured on {self.answers} answers" if self.answers else "published"
+        few = f"published, and {self.answers} answers measured" if self.answers else "published"
+        return f"measured on {self.answers} answers" if self.answers >= ENOUGH else few
 
 
 NO_LOSS = ExpectedLoss(0.0, 0.0, 0.0)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from classifier.kinds import Complexity
 from router.policy.decide import successors
 from router.policy.decision import BY_CALLER, PolicyParameters
-from router.policy.losses import losses, one_in
+from router.policy.losses import ENOUGH, losses, one_in
 from router.policy.profiles import (
     REFERENCE,
     ProfileError,
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(f"qarr.{__name__}")
 LOOK_S = 2.0
-ENOUGH = 10  # answers of a kind, before what is published may settle it
 HOPELESS = 10  # tasks of a kind, of which less than one that a precision gets right: it is too hard for the model
 MOST_MEANT = 0.05  # share of answers: a larger bound is likely to be one of tokens, as earlier releases had it
 POINTLESS_BATCH = 4  # sequences, at which speeds are compared too

@@ -249,7 +249,7 @@ class EngineStream(EngineAnswer):
         except httpx.ReadTimeout:
             raise EngineStalledError(f"the engine sent no token for {self._attempt.token_timeout_s:g} s") from None
         except httpx.HTTPError as error:
-            raise EngineBrokeError(f"the engine's stream broke off ({type(error).__name__})") from without_trace(error)
+            raise EngineBrokeError("the engine's connection broke off") from without_trace(error)
         if ended and not self._parser.ended:
             raise EngineBrokeError("the engine's stream ended early")
 
@@ -315,7 +315,7 @@ class BufferedAnswer(EngineAnswer):
         except httpx.ReadTimeout:
             raise
         except httpx.HTTPError as error:
-            raise EngineBrokeError(f"the engine's answer broke off ({type(error).__name__})") from error
+            raise EngineBrokeError("the engine's connection broke off: ask again") from error
         if (answer := self._read_whole(self.content)) is None:
             raise EngineFailedError("the engine's answer is not a completion")
         self.finish_reason, usage = answer

@@ -207,13 +207,13 @@ async def test_sdks_raise_their_own_errors_for_a_broken_stream(tmp_path: Path) -
         stack.engines[TierName.FAST].break_after = 3
         async with anthropic.AsyncAnthropic(base_url=stack.url, api_key="unused", max_retries=0) as client:
             said = []
-            with pytest.raises(anthropic.APIStatusError, match="the engine's stream"):
+            with pytest.raises(anthropic.APIStatusError, match="the engine's connection broke off"):
                 async with client.messages.stream(model="fast", messages=HI, max_tokens=64) as stream:
                     async for piece in stream.text_stream:
                         said.append(piece)  # noqa: PERF401  it is cut short by an error
             assert "".join(said) == "The capital of"
         async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="unused", max_retries=0) as other:
-            with pytest.raises(openai.APIError, match="the engine's stream"):
+            with pytest.raises(openai.APIError, match="the engine's connection broke off"):
                 async for _ in await other.responses.create(model="fast", input="hi", stream=True):
                     pass
 

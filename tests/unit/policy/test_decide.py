@@ -289,7 +289,7 @@ def test_cheapest_within_the_budget() -> None:
     assert code.tier is PRECISE  # fast loses too much, and balanced would do at a higher cost
     assert said(code) == [
         "code, moderate: fast would get 1 in 5 answers wrong, more than policy.loss_budget allows",
-        "would do, with 40 engine-seconds instead of 6.3",
+        "would do, with 40 s of engine time instead of 6.3",
         CHOSEN,
     ]
 

@@ -71,7 +71,7 @@ def test_a_decision_is_plain_data() -> None:
         decision.reason = ""  # type: ignore[misc]
     moved, thawed = replace(decision, tier=PRECISE), pickle.loads(pickle.dumps(decision))  # noqa: S301
     assert thawed == decision != moved
-    assert (moved.tier, moved.reason, fallbacks(moved)) == (PRECISE, "hint balanced", (PRECISE, FAST))
+    assert (moved.tier, moved.reason, fallbacks(moved)) == (PRECISE, decision.reason, (PRECISE, FAST))
     assert moved.chosen is decision.estimate(PRECISE)
     for copied in (moved, thawed):
         assert said(copied) == said(decision)
