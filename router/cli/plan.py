@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -30,14 +30,13 @@ from tiers.sizing.find_config import find_config
 from tiers.sizing.fleet import EngineType, Fleet, Load, alone, as_set, fullest, parse_course, parse_rate
 from tiers.sizing.hardware import PRICES, GpuKind, Prices, known_gpus, parse_all_gpus, read_prices
 from tiers.sizing.operation import Policy, cheapest_in_operation, in_operation
-from tiers.sizing.verdict import counted, missing_for, settings_for, tiers_of, verdict_on
+from tiers.sizing.verdict import counted, kinds_table, missing_for, settings_for, tiers_of, verdict_on
 from tiers.spec import PRECISIONS, TierName
 from tiers.speed import SpeedModel
 
 Kind = tuple[PromptClass, Complexity]
 ROOFLINE = "roofline"
 HOUR_S = 3600
-LEAST_SHOWN = 0.005  # of a kind's requests
 MIXES: dict[str, tuple[dict[PromptClass, float], list[float]]] = {
     name: ({PromptClass(each): share for each, share in mix["classes"].items()}, mix["complexities"])
     for name, mix in tomllib.loads(Path(__file__).with_name("mixes.toml").read_text("utf-8")).items()
@@ -362,7 +361,7 @@ def _show(target: _Target, demand: Demand, made: _Plan) -> None:
         print_table(_fleets_table(target, demand, made))
     if made.best is not None and len({engine.tier for engine, _ in made.best.counts}) > 1:
         say("")
-        print_table(_kinds_table(made.best))
+        print_table(kinds_table(made.best))
     say("")
     speed = target.speed or "not measured on this machine; 'qarr profile latency' does it, --gpus has a roofline"
     said = f"computed (roofline), not measured; engines {MOST_BUSY:.0%} busy" if speed == ROOFLINE else speed
@@ -414,23 +413,6 @@ def _fleets_table(target: _Target, demand: Demand, made: _Plan) -> Table:
         money = _number(fleet.price, 2 if made.currency else 0), _number(_million(fleet, demand, made), 3)
         told = f"{fleet.lost * 100:.2g}", _number(fleet.ttft_ms), _number(fleet.tpot_ms, 1)
         table.add_row(name, engines, shares, *money, *told, style="bold" if name == "planned" else "")
-    return table
-
-
-def _kinds_table(best: Fleet) -> Table:
-    """Return which precision the plan has for which prompts."""
-    kinds: dict[Kind, dict[TierName, float]] = {}
-    for (kind, tier), share in best.sent.items():
-        kinds.setdefault(cast("Kind", kind), {})[tier] = share
-    table = Table("planned for", *Complexity, box=None)
-    for name in dict.fromkeys(prompt_class for prompt_class, _ in kinds):
-        cells = []
-        for degree in Complexity:
-            shares = kinds.get((name, degree), {})
-            whole = sum(shares.values())
-            parts = {tier: share / whole for tier, share in shares.items() if whole and share / whole > LEAST_SHOWN}
-            cells.append(" ".join(parts if len(parts) == 1 else [f"{tier} {part:.0%}" for tier, part in parts.items()]))
-        table.add_row(name, *cells)
     return table
 
 

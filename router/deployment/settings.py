@@ -263,9 +263,9 @@ class EngineSettings(Section):
         "not answer; then it stays down until `qarr tiers restart`. 0: never restarted.",
     )
     hang_s: PositiveFloat = Field(
-        120,
+        60,
         description="An engine that has requests and makes no progress for this long must answer a request of one "
-        "token within 30 s, or it is restarted; one given by URL is quarantined.",
+        "token within 30 s, or it is restarted; one given by URL is quarantined. After a quarter of it, health says so.",
     )
     drain_s: NonNegativeFloat = Field(
         120,

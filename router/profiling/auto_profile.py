@@ -28,6 +28,7 @@ from tiers.spec import ReplicaStatus, TierName, in_order
 
 log = logging.getLogger(f"qarr.{__name__}")
 STEPS = 40  # that share the time for measuring speed: there are more, but most are shorter
+PROMPT_S = 1.0
 PARALLEL = 8  # tasks: a request cancels them, and what an engine has begun delays the request
 LOOK_S = 1.0
 ELSEWHERE = "some engines were not started by this router: 'qarr profile' measures them"
@@ -130,7 +131,7 @@ class AutoProfile:
         return what, frozenset(tiers), tuple(spec.identity for spec in self._fleet.specs)
 
     async def _latency(self, tiers: tuple[TierName, ...]) -> None:
-        plan = LatencyPlan(self._latency_s / STEPS, tiers, self._latency_s, attempts=math.inf)
+        plan = LatencyPlan(self._latency_s / STEPS, tiers, self._latency_s, PROMPT_S, math.inf)
         async with self._fleet.measuring:
             self._show("waiting", "", "latency")
             profile = await measure_latency(self.client, plan, self._step)

@@ -36,6 +36,7 @@ class LatencyPlan:
     # approximate duration of all steps in seconds; long prompts and large batches that the fit does not need are
     # skipped for it
     budget_s: float = math.inf
+    prompt_s: float = math.inf  # longest time of a prompt; a request that comes meanwhile waits for it
     attempts: float = 3  # at a step that others' requests disturb
 
 
@@ -190,7 +191,7 @@ class _Run:
             return False
         (short, quick), (long, slow) = seen[-2:]
         expected_s = (slow + (length - long) * (slow - quick) / (long - short)) / 1000
-        return expected_s > self._plan.step_s or self._spent_s + TIMES * expected_s > until_s
+        return expected_s > min(self._plan.step_s, self._plan.prompt_s) or self._spent_s + TIMES * expected_s > until_s
 
     async def together(self) -> None:
         slowest_s = max(map(self._single_step, self._tiers)) / 1000

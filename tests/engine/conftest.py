@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.engine.collector import Collector
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 QARR = Path(sys.executable).with_name("qarr")
 BALANCED_ARGS = ["--block-size", "64"]  # of the KV cache, which the engine tells in its metrics
 HANG_S = "10"  # longer than the longest prompt takes on two cores
+NEEDED_GIB = 8.0  # of free memory, by all engines that run at the same time
 START_LIMIT_S = 1500  # checkpoints are made first where the cache has none
 
 
@@ -37,11 +39,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(START_LIMIT_S + 300))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Say what the tests need before the first; without it, stop with one line."""
+    free = psutil.virtual_memory().available / 2**30
+    needs = f"tests on real engines need {NEEDED_GIB:g} GiB of free memory; {free:.1f} are free"
+    if free < NEEDED_GIB:
+        pytest.exit(f"{needs}: end other programs, or run them on another machine", 1)
+    session.config.get_terminal_writer().line(f"\n{needs}. Ports are chosen among the free ones.")
+
+
 @dataclass(slots=True)
 class Up:
-    """A running ``qarr up``; ``process`` is None where ``QARR_TEST_URL`` named one that ran already."""
+    """A running ``qarr up``."""
 
-    process: subprocess.Popen[str] | None
+    process: subprocess.Popen[str]
     url: str
     collector: Collector
     output: list[str] = field(default_factory=list)
@@ -69,9 +80,6 @@ class Up:
 @pytest.fixture(scope="session")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     """Start three engines and the router with tracing on; stop them after the session."""
-    if named := os.environ.get("QARR_TEST_URL"):
-        yield Up(None, named, Collector())
-        return
     collector = Collector()
     endpoint = collector.start()
     own = {
@@ -139,7 +147,6 @@ def _collect(process: subprocess.Popen[str], lines: list[str]) -> None:
 
 def _wait_until_up(running: Up) -> None:
     deadline = time.monotonic() + START_LIMIT_S
-    assert running.process is not None
     while not any("all tiers ready" in line for line in running.output):
         assert running.process.poll() is None, "".join(running.output)
         assert time.monotonic() < deadline, "".join(running.output)

@@ -149,7 +149,6 @@ def test_settings_reload_while_engines_go_on(up: Up) -> None:
     assert "tiers.fast.max_num_seqs" in refused.stderr
     assert tokens() == 5
     up.settings.write_text("[limits]\ndefault_max_tokens = 7\n")
-    assert up.process is not None
     up.process.send_signal(signal.SIGHUP)
     _until(lambda: tokens() == 7)
     assert {name: tier["replicas"][0]["pid"] for name, tier in up.tiers().items()} == pids
@@ -161,7 +160,6 @@ def test_killed_supervisor_leaves_no_engine(up: Up) -> None:
     assert len(everything) >= 6  # guards and engines, and below them the engines' own processes
     logs = {Path(p.cwd()) for p in everything if p.is_running()}
     assert logs
-    assert up.process is not None
     up.process.kill()
     up.process.wait()
     _until(lambda: not [p for p in everything if p.is_running() and p.status() != psutil.STATUS_ZOMBIE])

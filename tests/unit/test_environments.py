@@ -80,12 +80,7 @@ def test_uv_is_told_what_pip_is_told() -> None:
         "UV_HTTP_TIMEOUT": "60",
         "ALL_PROXY": "http://proxy.test:3128",
     }
-    own = {
-        "UV_INDEX_URL": "http://mine.test/simple",
-        "UV_INDEX": "",
-        "SSL_CERT_FILE": "/mine.pem",
-        "UV_HTTP_TIMEOUT": "1",
-    }
+    own = {"UV_INDEX_URL": "http://mine.test", "UV_INDEX": "", "SSL_CERT_FILE": "/m.pem", "UV_HTTP_TIMEOUT": "1"}
     assert set(translate(pip, own)) == {"UV_FIND_LINKS", "UV_INSECURE_HOST", "ALL_PROXY"}
 
 

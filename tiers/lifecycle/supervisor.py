@@ -283,7 +283,10 @@ class Supervisor:
         if status in {ReplicaStatus.READY, ReplicaStatus.FAILED}:
             self.fleet.preparations.settled(replica.spec.name)
         restarts = status is ReplicaStatus.STARTING and detail is not None
-        wrong = restarts or status in {ReplicaStatus.FAILED, ReplicaStatus.UNREACHABLE, ReplicaStatus.QUARANTINED}
+        noted = status is ReplicaStatus.READY and detail is not None
+        wrong = (
+            restarts or noted or status in {ReplicaStatus.FAILED, ReplicaStatus.UNREACHABLE, ReplicaStatus.QUARANTINED}
+        )
         level = logging.WARNING if wrong else logging.INFO
         log.log(level, "%s is %s%s", replica.id, status.value, f": {detail}" if detail else "")
         self._tell(replica, capacity=status is ReplicaStatus.READY)
@@ -584,6 +587,9 @@ class Supervisor:
             if await hangs(probe, replica):
                 raise EngineHungError(f"hung: {replica.state.in_flight} requests, no token for {limit_s:g} s")
             replica.progressed(time.monotonic())
+        silent = f"requests are open, and no token has come for {limit_s / 4:g} s"
+        if replica.state.status is ReplicaStatus.READY and replica.state.detail in {None, silent}:
+            self._mark(replica, ReplicaStatus.READY, silent if replica.silence_s(now) > limit_s / 4 else None)
         sequences, gauges = replica.state.load.sequences, replica.state.gauges
         if engine.launch is None and gauges is not None:  # others may use it, and are soon gone again
             sequences = max(sequences, gauges.running + gauges.waiting)

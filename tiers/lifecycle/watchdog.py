@@ -41,7 +41,7 @@ class WatchdogOptions:
 
     max_restarts: int = 5
     restart_window_s: float = 900.0
-    hang_s: float = 120.0
+    hang_s: float = 60.0
     unreachable_s: float = 60.0
     slow_factor: float = 4.0
     slow_s: float = 600.0

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
+from rich.table import Table
+
+from classifier import Complexity
 from tiers.sizing.fleet import EngineType, Fleet, Load, cheapest
 from tiers.spec import PRECISIONS, TierName
 
+if TYPE_CHECKING:
+    from classifier import PromptClass
+
+LEAST_SHOWN = 0.005  # of a kind's requests
 NAMES = {"awq-int4": "4 bits", "fp8": "FP8", "bf16": "BF16"}
 
 
@@ -85,3 +93,20 @@ def settings_for(fleet: Fleet, verdict: str) -> str:
         lines += [f"[tiers.{tier}]" + (f"  # on {on}" if on else "")]
         lines += [f"{name} = {value}" for name, value in settings.items()]
     return "\n".join(lines) + "\n"
+
+
+def kinds_table(best: Fleet) -> Table:
+    """Return which precision the plan has for which prompts."""
+    kinds: dict[tuple[PromptClass, Complexity], dict[TierName, float]] = {}
+    for (kind, tier), share in best.sent.items():
+        kinds.setdefault(cast("tuple[PromptClass, Complexity]", kind), {})[tier] = share
+    table = Table("planned for", *Complexity, box=None)
+    for name in dict.fromkeys(prompt_class for prompt_class, _ in kinds):
+        cells = []
+        for degree in Complexity:
+            shares = kinds.get((name, degree), {})
+            whole = sum(shares.values())
+            parts = {tier: share / whole for tier, share in shares.items() if whole and share / whole > LEAST_SHOWN}
+            cells.append(" ".join(parts if len(parts) == 1 else [f"{tier} {part:.0%}" for tier, part in parts.items()]))
+        table.add_row(name, *cells)
+    return table

@@ -182,6 +182,7 @@ async def test_a_hung_engine_is_started_again(tmp_path: Path, monkeypatch: pytes
         lease.release()
         await until(lambda: own.first.state.status is READY)
         assert own.first.state.pid != before
+        assert any("no token has come for 0.125 s" in detail for detail in own.details(READY))  # seen before
         assert any("restart 1 after: hung: 1 requests" in detail for detail in own.details(STARTING))
 
 
