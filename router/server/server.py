@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from router.server.http_protocol import allow_files
 from router.server.settings import ServerSettings
 from router.server.tls import Tls
 
+log = logging.getLogger(f"qarr.{__name__}")
 POLL_S = 0.05
 IDLE_S = 5  # after a handover, for which idle connections may still send a request
 SHUTDOWN_S = 5.0  # for which a client may confirm the end of TLS
@@ -141,6 +143,8 @@ class Server(uvicorn.Server):
         """Wait until every answer is complete, or until the deadline; then end the server."""
         now = time.monotonic()
         deadline, idle_until = now + self._drain_s, now + IDLE_S
+        why, left = "another router takes over" if idle_too else "shutting down", len(self._server_state.active_requests)
+        log.info("%s: %d open requests have %g s to finish", why, left, self._drain_s)
         await asyncio.sleep(HANDSHAKE_S if idle_too and self.tls_options else POLL_S)
         while time.monotonic() < deadline and (  # noqa: ASYNC110
             self._server_state.active_requests
