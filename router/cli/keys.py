@@ -96,11 +96,10 @@ def keys_add(
     rights = asdict(options) | {"tiers": options.tiers or None, "overflow": options.overflow or None}
     if options.expires is not None:
         rights["expires"] = expiry(options.expires, datetime.now(UTC))
-    first = not path.exists()
     key, record = add_key(path, name, **rights)
     typer.echo(key)
     err.print(plain(f"key {record.id} for {name}, in {path}; this is the only time that it is shown"))
-    if first:
+    if len(read_keys(path)) == 1:
         err.print("it is the first one: from now on every request needs a key")
 
 
@@ -131,7 +130,7 @@ def keys_team(
     """Make a team, or replace its budgets, which its keys share. Running routers follow within a second."""
     settings = load_settings(config)
     path = settings.auth.keys_file
-    if not path.exists():
+    if not read_keys(path):
         raise KeysError(f"there is no key file {path}: make a key first with 'qarr keys add NAME'")
     options.check(settings)
     team = set_team(path, name, **asdict(options))

@@ -144,7 +144,8 @@ def judge_gpu(parts: list[str]) -> Finding:
 def disk(context: CheckContext) -> Iterator[Finding]:
     """Check free space for checkpoints and logs, once for each file system."""
     seen: set[int] = set()
-    for name, folder in (("checkpoints", context.settings.model.store), ("logs", context.settings.engine.log_dir)):
+    model, engine = context.settings.model, context.settings.engine
+    for name, key, folder in (("checkpoints", "model.store", model.store), ("logs", "engine.log_dir", engine.log_dir)):
         there = next(p for p in (folder, *folder.parents) if p.exists())
         device = there.stat().st_dev
         if device in seen:
@@ -153,8 +154,7 @@ def disk(context: CheckContext) -> Iterator[Finding]:
         free = shutil.disk_usage(there).free
         found = f"{free / GIB:.1f} GiB free for {name} ({folder})"
         if not os.access(there, os.W_OK):
-            then = f"let this user write to it, or set another folder for {name}"
-            yield problem(f"{there} cannot be written to", then)
+            yield problem(f"{there} cannot be written to", f"let this user write to it, or set {key} to another folder")
         elif free < LITTLE_DISK:
             yield problem(found, "free some space: engines and checkpoints fail in odd ways on a full disk")
         elif free < SCANT_DISK:
