@@ -20,7 +20,7 @@ import httpx
 import psutil
 
 from router.auth.api_keys import KeysError, read_keys
-from router.cli.client import KEY_NEEDED, authorization, own_url, trusted
+from router.cli.client import authorization, own_url, trusted, why_unauthorized
 from router.deployment.layout import prepare_options, tier_spec
 from router.deployment.listening import ListenError, open_keys
 from router.section import PROJECT
@@ -337,7 +337,8 @@ def running_router(context: CheckContext) -> Iterator[Finding]:
         yield ok(f"{url} is ready")
     fleet = _get(context, "/tiers")
     if fleet is None or fleet.status_code == httpx.codes.UNAUTHORIZED:
-        yield warning("not checked", KEY_NEEDED, "tiers")
+        then = "'qarr tiers' shows them" if fleet is None else why_unauthorized(fleet)
+        yield warning("not checked", then, "tiers")
         return
     if there := [tier["tier"] for tier in fleet.json()["tiers"] if tier["replicas"]]:
         yield judge_choice(there)
