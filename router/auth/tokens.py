@@ -174,7 +174,7 @@ class Tokens:
             algorithm, (signer, only) = header.get("alg"), self._signer(header.get("kid"))
             if algorithm not in settings.algorithms or only not in {None, algorithm}:
                 raise UnauthorizedError(
-                    f"the token's algorithm is not allowed; allowed are {', '.join(settings.algorithms)}"
+                    f"the token's algorithm is not allowed; allowed: {', '.join(settings.algorithms)}"
                 )
             claims: dict[str, Any] = jwt.decode(
                 token, signer.key, algorithms=[algorithm],
@@ -185,19 +185,15 @@ class Tokens:
         except jwt.MissingRequiredClaimError as error:
             raise UnauthorizedError(f"the token lacks the claim {error.claim}") from None
         except (jwt.PyJWTError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            said = next(
-                (text for kind, text in SAID.items() if isinstance(error, kind)), "the token is not a valid JWT"
-            )
-            raise UnauthorizedError(said) from None
+            said = (text for kind, text in SAID.items() if isinstance(error, kind))
+            raise UnauthorizedError(next(said, "the token is not a valid JWT")) from None
 
     def _signer(self, kid: str | None) -> Signer:
         if kid is None and len(self._signers) == 1:
             return next(iter(self._signers.values()))
         found = self._signers.get(kid)
         if found is None and self.fault:
-            raise IssuerUnreachableError(
-                "the token's key is not known, and its issuer's keys cannot be read now: ask again"
-            )
+            raise IssuerUnreachableError("the token's key is new here, and its issuer's cannot be read now: ask again")
         if found is None:
             raise UnknownSignerError("the token is signed by a key that the issuer has not published")
         return found
@@ -248,10 +244,7 @@ async def fetch(url: str) -> bytes:
     """Return what an issuer publishes; ``IssuerError``: it does not answer as it should."""
     data = b""
     try:
-        async with (
-            httpx.AsyncClient(timeout=FETCH_S, trust_env=False) as client,
-            client.stream("GET", url) as answer,
-        ):
+        async with httpx.AsyncClient(timeout=FETCH_S, trust_env=False) as client, client.stream("GET", url) as answer:
             if answer.status_code != httpx.codes.OK:
                 raise IssuerError(f"{url} answers HTTP {answer.status_code}")
             async for part in answer.aiter_bytes():
