@@ -173,9 +173,8 @@ class Tokens:
             header = jwt.get_unverified_header(token)
             algorithm, (signer, only) = header.get("alg"), self._signer(header.get("kid"))
             if algorithm not in settings.algorithms or only not in {None, algorithm}:
-                raise UnauthorizedError(
-                    f"the token's algorithm is not allowed; allowed: {', '.join(settings.algorithms)}"
-                )
+                allowed = ", ".join(settings.algorithms)
+                raise UnauthorizedError(f"the token's algorithm is not allowed; allowed are {allowed}")
             claims: dict[str, Any] = jwt.decode(
                 token, signer.key, algorithms=[algorithm],
                 audience=settings.audience, issuer=settings.issuer, leeway=LEEWAY_S,

@@ -45,9 +45,7 @@ class BudgetOptions:
 
     def check(self, settings: Settings) -> None:
         if settings.budgets.replica_hour is None and (self.money_per_day, self.money_per_month) != (None, None):
-            raise KeysError(
-                "a budget of money needs a price: set budgets.replica_hour, the price of an hour of one replica"
-            )
+            raise KeysError("a budget of money needs a price: set budgets.replica_hour, that of an hour of one replica")
 
 
 @dataclass(frozen=True, slots=True)

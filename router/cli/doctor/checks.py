@@ -158,8 +158,7 @@ def disk(context: CheckContext) -> Iterator[Finding]:
         elif free < LITTLE_DISK:
             yield problem(found, "free some space: engines and checkpoints fail in odd ways on a full disk")
         elif free < SCANT_DISK:
-            then = "enough for a small model; its three checkpoints take about 3.5 bytes a parameter"
-            yield warning(found, then)
+            yield warning(found, "enough for a small model; its three checkpoints take about 3.5 bytes a parameter")
         else:
             yield ok(found)
 
@@ -326,8 +325,7 @@ def running_router(context: CheckContext) -> Iterator[Finding]:
         yield ok(f"none answers at {url} ('make up' starts one)")
         return
     if alive.status_code != httpx.codes.OK:
-        found = f"{url} is no router: HTTP {alive.status_code}"
-        yield problem(found, "give the router's address with --url")
+        yield problem(f"{url} is no router: HTTP {alive.status_code}", "give the router's address with --url")
         return
     ready = _get(context, "/readyz")
     if ready is None or ready.status_code != httpx.codes.OK:
