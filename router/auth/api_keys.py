@@ -283,14 +283,18 @@ def _valid(kind: type[Record], fields: dict[str, object]) -> Record:
 @contextmanager
 def _changing(path: Path) -> Iterator[KeyFile]:
     """Replace the file atomically by what it is made: a reader sees the old one or the new one, its owner alone."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with path.with_name(path.name + ".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        keys = read_key_file(path)
-        yield keys
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(handle, "w") as file:
-            file.write(keys.model_dump_json(indent=2, exclude_none=True))
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with path.with_name(path.name + ".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            keys = read_key_file(path)
+            yield keys
+            handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+            with os.fdopen(handle, "w") as file:
+                file.write(keys.model_dump_json(indent=2, exclude_none=True))
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).replace(path)
+    except OSError as error:
+        then = f"let this user write to {path.parent}, or set auth.keys_file to a file in another folder"
+        raise KeysError(f"the key file {path} cannot be written: {error.strerror}; {then}") from error

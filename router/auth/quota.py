@@ -323,10 +323,8 @@ def limit_headers(quota: Quota, state: QuotaState) -> dict[str, str]:
     """Return the headers that OpenAI's clients know: limit, what is left, and the seconds of ``QuotaState.wait_s``."""
     headers: dict[str, str] = {}
     reset = f"{max(math.ceil(state.wait_s), 0)}s"
-    for name, limit, used in (
-        ("requests", quota.requests_per_minute, state.requests),
-        ("tokens", quota.tokens_per_minute, state.tokens),
-    ):
+    limits = {"requests": quota.requests_per_minute, "tokens": quota.tokens_per_minute}
+    for (name, limit), used in zip(limits.items(), (state.requests, state.tokens), strict=True):
         if limit is not None:
             headers[f"x-ratelimit-limit-{name}"] = str(limit)
             headers[f"x-ratelimit-remaining-{name}"] = str(max(limit - used, 0))

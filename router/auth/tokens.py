@@ -173,9 +173,8 @@ class Tokens:
             header = jwt.get_unverified_header(token)
             algorithm, (signer, only) = header.get("alg"), self._signer(header.get("kid"))
             if algorithm not in settings.algorithms or only not in {None, algorithm}:
-                raise UnauthorizedError(
-                    f"the token's algorithm is not allowed; allowed are {', '.join(settings.algorithms)}"
-                )
+                allowed = ", ".join(settings.algorithms)
+                raise UnauthorizedError(f"the token's algorithm is not allowed; allowed are {allowed}")
             claims: dict[str, Any] = jwt.decode(
                 token, signer.key, algorithms=[algorithm],
                 audience=settings.audience, issuer=settings.issuer, leeway=LEEWAY_S,
@@ -185,19 +184,15 @@ class Tokens:
         except jwt.MissingRequiredClaimError as error:
             raise UnauthorizedError(f"the token lacks the claim {error.claim}") from None
         except (jwt.PyJWTError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            said = next(
-                (text for kind, text in SAID.items() if isinstance(error, kind)), "the token is not a valid JWT"
-            )
-            raise UnauthorizedError(said) from None
+            said = (text for kind, text in SAID.items() if isinstance(error, kind))
+            raise UnauthorizedError(next(said, "the token is not a valid JWT")) from None
 
     def _signer(self, kid: str | None) -> Signer:
         if kid is None and len(self._signers) == 1:
             return next(iter(self._signers.values()))
         found = self._signers.get(kid)
         if found is None and self.fault:
-            raise IssuerUnreachableError(
-                "the token's key is not known, and its issuer's keys cannot be read now: ask again"
-            )
+            raise IssuerUnreachableError("the token's key is new here, and its issuer's cannot be read now: ask again")
         if found is None:
             raise UnknownSignerError("the token is signed by a key that the issuer has not published")
         return found
@@ -248,10 +243,7 @@ async def fetch(url: str) -> bytes:
     """Return what an issuer publishes; ``IssuerError``: it does not answer as it should."""
     data = b""
     try:
-        async with (
-            httpx.AsyncClient(timeout=FETCH_S, trust_env=False) as client,
-            client.stream("GET", url) as answer,
-        ):
+        async with httpx.AsyncClient(timeout=FETCH_S, trust_env=False) as client, client.stream("GET", url) as answer:
             if answer.status_code != httpx.codes.OK:
                 raise IssuerError(f"{url} answers HTTP {answer.status_code}")
             async for part in answer.aiter_bytes():

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from router.cli.client import RouterApiClient, is_alone
-from router.cli.common import print_table, with_options
+from router.cli.common import print_table, tiers_option, with_options
 from tiers.errors import OperationError
 from tiers.spec import TierName
 
@@ -19,12 +19,8 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name that req
 PathArgument = Annotated[
     str, typer.Argument(metavar="FOLDER", help="Folder in PEFT's format, on the engines' machine.")
 ]
-TierOption = Annotated[
-    list[TierName] | None,
-    typer.Option(
-        "--tier", help="Load it into this tier's engines only (repeat for more).", parser=TierName, metavar="TIER"
-    ),
-]
+ONLY_TIER = "Load it into this tier's engines only (repeat for more)."
+TierOption = Annotated[list[TierName] | None, tiers_option(ONLY_TIER)]
 
 
 @adapters_app.callback(invoke_without_command=True)
@@ -69,7 +65,7 @@ def _print_adapters(tiers: Sequence[dict[str, Any]]) -> None:
     names = sorted({name for tier in tiers for name in tier["adapters"]})
     if not names:
         typer.echo(
-            "no tier offers an adapter: 'qarr adapters load' loads one, lora.adapters names those for every start"
+            "no tier offers an adapter: 'qarr adapters load' loads one, lora.adapters names those of every start"
         )
         return
     table = Table("adapter", "tiers", box=None)

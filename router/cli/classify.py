@@ -13,7 +13,7 @@ from pydantic_core import to_json
 
 from classifier import PromptFeatures, TokenCounter, explain, extract, load_second_look
 from router.cli.client import KeyOption, RouterApiClient, UrlOption
-from router.cli.common import ConfigOption, err, fail, tier_settings
+from router.cli.common import ConfigOption, err, fail
 from router.deployment.layout import make_counter, named_counter, prepare_options, tier_spec
 from router.policy.decide import decide
 from router.policy.decision import Query
@@ -61,8 +61,7 @@ def classify(
         features = looked_at_again(prompt, extract(prompt, counter), counter)
         tier, reason = decided(prompt, features)
         why = {
-            output: [(piece, round(weight, 2)) for piece, weight in pieces]
-            for output, pieces in explain(prompt).items()
+            output: [(piece, round(weight, 2)) for piece, weight in all_] for output, all_ in explain(prompt).items()
         }
         return {**render_features(features), "tier": tier, "reason": reason, "why": why}
 
@@ -88,11 +87,9 @@ def classify(
 
 def idle_fleet(settings: Settings) -> FleetSnapshot:
     """Return a fleet with one idle, ready replica in each tier and no measurements."""
-    replica = ReplicaState("", "", status=ReplicaStatus.READY)
-    tiers = zip(settings.tiers.names, tier_settings(settings), strict=True)
-    return FleetSnapshot(
-        tuple(TierSnapshot(tier_spec(name, tier, {}), (replica,), (0,)) for name, tier in tiers), TemplateTokens()
-    )
+    replicas = (ReplicaState("", "", status=ReplicaStatus.READY),)
+    specs = (tier_spec(name, settings.tiers.of(name), {}) for name in settings.tiers.names)
+    return FleetSnapshot(tuple(TierSnapshot(spec, replicas, (0,)) for spec in specs), TemplateTokens())
 
 
 def looked_at_again(prompt: str, features: PromptFeatures, counter: TokenCounter) -> PromptFeatures:
@@ -102,9 +99,8 @@ def looked_at_again(prompt: str, features: PromptFeatures, counter: TokenCounter
 
 def _for_people(found: dict[str, Any]) -> str:
     """Return one line for each finding: with what weighed most for it, where the model tells."""
-    code = " and ".join(
-        word for word, there in (("holds", found["contains_code"]), ("asks for", found["asks_for_code"])) if there
-    )
+    ways = {"holds": found["contains_code"], "asks for": found["asks_for_code"]}
+    code = " and ".join(way for way, there in ways.items() if there)
     rows = [
         ("class", f"{found['class']}, {found['confidence']:.0%} sure"),
         ("code", f"{code or 'none'}{' ' + found['language'] if found['language'] else ''}"),
@@ -112,12 +108,10 @@ def _for_people(found: dict[str, Any]) -> str:
         ("tokens", f"{found['tokens']}{'' if found['tokens_exact'] else ' (estimated)'}"),
         ("tier", f"{found['tier'] or 'none'}: {found['reason']}"),
     ]
-    why = [
-        (output, ", ".join(f"{piece!r} {weight:+.1f}" for piece, weight in pieces))
-        for output, pieces in found["why"].items()
-        if pieces
-    ]
-    rows += [("", ""), ("weighed most", "(log-odds)"), *why]
+    rows += [("", ""), ("weighed most", "(log-odds)")]
+    for output, pieces in found["why"].items():
+        if pieces:
+            rows.append((output, ", ".join(f"{piece!r} {weight:+.1f}" for piece, weight in pieces)))
     return "\n".join(f"{name:15}{told}".rstrip() for name, told in rows)
 
 

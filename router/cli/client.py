@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import ssl
 from contextlib import suppress
 from functools import cached_property
@@ -49,7 +50,7 @@ class RouterApiClient:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self.no_answer(error) from error
         if response.status_code == httpx.codes.UNAUTHORIZED:
-            raise OperationError(KEY_NEEDED)
+            raise OperationError(why_unauthorized(response))
         try:
             answer: dict[str, Any] = response.json()
         except ValueError as error:
@@ -134,6 +135,17 @@ def is_alone(context: typer.Context) -> bool:
         if source is not None and source.name == "COMMANDLINE":
             raise typer.BadParameter(f"give --{name} after '{context.invoked_subcommand}', which would not get it here")
     return context.invoked_subcommand is None
+
+
+def why_unauthorized(response: httpx.Response) -> str:
+    """Return what is wrong with the key that was sent, in the router's words, or that one is needed; reads the answer."""
+    if "authorization" not in response.request.headers:
+        return KEY_NEEDED
+    try:
+        why = json.loads(response.read())["detail"]
+    except (ValueError, KeyError, TypeError):
+        why = "the key is not valid here"
+    return f"{why}: give another with --key or in QARR_KEY; 'qarr keys list' has those in force"
 
 
 def authorization(key: str) -> dict[str, str]:

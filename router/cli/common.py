@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from tiers.spec import TierName
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rich.table import Table
 
     from router.settings import Settings
-    from tiers.spec import TierName
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 ConfigOption = Annotated[
@@ -32,6 +33,10 @@ CalibrationOption = Annotated[
     typer.Option("--calibration", help='Your own prompts for AWQ: JSON lines with a "text" field.', metavar="FILE"),
 ]
 SHORTEST_ID = 6  # characters of a trace or request id that find it
+
+
+def tiers_option(text: str) -> Any:
+    return typer.Option("--tier", help=text, parser=TierName, metavar="TIER")
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

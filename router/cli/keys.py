@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from router.auth.api_keys import KeyRecord, KeysError, add_key, read_keys, revoke_key, set_team
-from router.cli.common import ConfigOption, check_tier, err, plain, print_table, with_options
+from router.cli.common import ConfigOption, check_tier, err, plain, print_table, tiers_option, with_options
 from router.cli.usage import keys_usage
 from router.settings import Settings, load_settings
 from tiers.spec import TierName
@@ -20,6 +20,13 @@ _DURATION = re.compile(r"([1-9]\d{0,5})([dh])")
 _SPANS = {"d": "days", "h": "hours"}
 keys_app = typer.Typer(help="Make, list and revoke the keys that requests carry.", no_args_is_help=True)
 keys_app.command("usage")(keys_usage)
+TIERS_HELP = "A tier that the key may use (repeat for more); by default all."
+OVER_HELP = "A hint or priority beyond the key is lowered (clamp) or refused (refuse)."
+ADMIN_HELP = "Allow the key to operate on replicas and to see everybody's requests."
+OVER_BUDGET_HELP = "Over budget: refuse, or serve up to twice the budget on the cheapest tier (cheapest)."
+EXPIRES_HELP = "Valid until: 2027-01-31 (its end, UTC), or 30d, 12h."
+TEAM_HELP = "Team whose budgets it shares ('qarr keys team')."
+OVERFLOW_HELP = "Allow its prompts to be sent to overflow.url when all tiers are full."
 LimitOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="By default no limit.")]
 
 
@@ -38,46 +45,24 @@ class BudgetOptions:
 
     def check(self, settings: Settings) -> None:
         if settings.budgets.replica_hour is None and (self.money_per_day, self.money_per_month) != (None, None):
-            raise KeysError(
-                "a budget of money needs a price: set budgets.replica_hour, the price of an hour of one replica"
-            )
+            raise KeysError("a budget of money needs a price: set budgets.replica_hour, that of an hour of one replica")
 
 
 @dataclass(frozen=True, slots=True)
 class RightsOptions(BudgetOptions):
     """Rights of a key, as the key file names them."""
 
-    tiers: Annotated[
-        list[TierName] | None,
-        typer.Option(
-            "--tier",
-            help="A tier that the key may use (repeat for more); by default all.",
-            parser=TierName,
-            metavar="TIER",
-        ),
-    ] = None
-    over: Annotated[
-        str, typer.Option(help="A hint or priority beyond the key is lowered (clamp) or refused (refuse).")
-    ] = "clamp"
+    tiers: Annotated[list[TierName] | None, tiers_option(TIERS_HELP)] = None
+    over: Annotated[str, typer.Option(help=OVER_HELP)] = "clamp"
     max_priority: Annotated[str, typer.Option(help="Highest priority: interactive, standard or batch.")] = "interactive"
     requests_per_minute: LimitOption = None
     tokens_per_minute: LimitOption = None
     concurrent_requests: LimitOption = None
-    admin: Annotated[
-        bool, typer.Option("--admin", help="Allow the key to operate on replicas and to see everybody's requests.")
-    ] = False
-    over_budget: Annotated[
-        str, typer.Option(help="Over budget: refuse, or serve up to twice the budget on the cheapest tier (cheapest).")
-    ] = "refuse"
-    expires: Annotated[
-        str | None, typer.Option(metavar="DATE|DURATION", help="Valid until: 2027-01-31 (its end, UTC), or 30d, 12h.")
-    ] = None
-    team: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Team whose budgets it shares ('qarr keys team').")
-    ] = None
-    overflow: Annotated[
-        bool, typer.Option("--overflow", help="Allow its prompts to be sent to overflow.url when all tiers are full.")
-    ] = False
+    admin: Annotated[bool, typer.Option("--admin", help=ADMIN_HELP)] = False
+    over_budget: Annotated[str, typer.Option(help=OVER_BUDGET_HELP)] = "refuse"
+    expires: Annotated[str | None, typer.Option(metavar="DATE|DURATION", help=EXPIRES_HELP)] = None
+    team: Annotated[str | None, typer.Option(metavar="NAME", help=TEAM_HELP)] = None
+    overflow: Annotated[bool, typer.Option("--overflow", help=OVERFLOW_HELP)] = False
 
 
 @keys_app.command("add")
@@ -96,11 +81,10 @@ def keys_add(
     rights = asdict(options) | {"tiers": options.tiers or None, "overflow": options.overflow or None}
     if options.expires is not None:
         rights["expires"] = expiry(options.expires, datetime.now(UTC))
-    first = not path.exists()
     key, record = add_key(path, name, **rights)
     typer.echo(key)
     err.print(plain(f"key {record.id} for {name}, in {path}; this is the only time that it is shown"))
-    if first:
+    if len(read_keys(path)) == 1:
         err.print("it is the first one: from now on every request needs a key")
 
 
@@ -131,7 +115,7 @@ def keys_team(
     """Make a team, or replace its budgets, which its keys share. Running routers follow within a second."""
     settings = load_settings(config)
     path = settings.auth.keys_file
-    if not path.exists():
+    if not read_keys(path):
         raise KeysError(f"there is no key file {path}: make a key first with 'qarr keys add NAME'")
     options.check(settings)
     team = set_team(path, name, **asdict(options))

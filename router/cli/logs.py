@@ -69,9 +69,7 @@ def logs(
     files = _files(folder, target)
     if not files and not follow:
         known = ", ".join(sorted({source for source, _ in _files(folder, "")})) or "none at all"
-        raise OperationError(
-            f"there is no log of {target or 'anything'} in {folder} (engine.log_dir); there is: {known}"
-        )
+        raise OperationError(f"there is no log of {target or 'anything'} in {folder} (engine.log_dir); known: {known}")
     for name, value in (("--trace", trace), ("--request", request)):
         if 0 < len(value) < SHORTEST_ID:
             raise OperationError(f"{name} {value!r}: give at least the first {SHORTEST_ID} characters of the id")
@@ -95,10 +93,8 @@ def logs(
 
 
 def _files(folder: Path, target: str) -> list[tuple[str, list[Path]]]:
-    meant, found = (
-        re.compile(rf"{re.escape(target)}(-\d+)?" if target else ".+"),
-        defaultdict[str, list[tuple[int, Path]]](list),
-    )
+    meant = re.compile(rf"{re.escape(target)}(-\d+)?" if target else ".+")
+    found = defaultdict[str, list[tuple[int, Path]]](list)
     for path in folder.iterdir() if folder.is_dir() else ():
         if (match := FILE.fullmatch(path.name)) and meant.fullmatch(match["source"]):
             found[match["source"]].append((-int(match["age"] or 0), path))

@@ -46,6 +46,7 @@ EXPECTED = (
     ("router.server.tls", "TlsError"),
     ("router.policy.profiles", "ProfileError"),
     ("router.server.handover", "TakeoverError"),
+    ("builtins", "PermissionError"),  # its text names the path
 )
 
 

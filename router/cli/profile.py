@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from router.cli.client import UrlOption, find_router
-from router.cli.common import ConfigOption, Progress, print_table
+from router.cli.common import ConfigOption, Progress, print_table, tiers_option
 from router.policy.profiles import REFERENCE, LatencyProfile, ProfileError, QualityProfile, load_latency
 from router.profiling.client import RouterClient
 from router.profiling.lm_eval import CLASSES, import_runs, read_classes
@@ -25,29 +25,23 @@ from router.settings import load_settings
 from tiers.spec import TierName
 
 T = TypeVar("T")
+TASKS_HELP = "Tasks with checks, as JSON lines (docs/routing.md); by default a built-in suite."
+PARALLEL_HELP = "Tasks at once; by default as many as the engines compute at once."
+ADAPTER_HELP = "Measure a LoRA adapter, on the tiers that offer it, instead of the model."
+RUN_HELP = "Run code that the model writes, in a sandbox, for tasks that need it."
+LM_EVAL_HELP = "Samples that lm-evaluation-harness logged, of one tier or of all (repeat for more folders)."
+CLASSES_HELP = "Classes of further harness tasks by pattern, JSON or TOML."
+TIER_HELP = "Only this tier (repeat for more); by default all that are ready."
 profile_app = typer.Typer(help="Measure the loss and the speed of a running fleet's tiers.", no_args_is_help=True)
 
 
 @profile_app.command("quality")
 def profile_quality(
     url: UrlOption = "",
-    tasks: Annotated[
-        Path,
-        typer.Option(
-            help="Tasks with checks, as JSON lines (docs/routing.md); by default a built-in suite.", show_default=False
-        ),
-    ] = TASKS,
-    parallel: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Tasks at once; by default as many as the engines compute at once."),
-    ] = None,
-    adapter: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Measure a LoRA adapter, on the tiers that offer it, instead of the model."),
-    ] = None,
-    run_code: Annotated[
-        bool, typer.Option("--run-code", help="Run code that the model writes, in a sandbox, for tasks that need it.")
-    ] = False,
+    tasks: Annotated[Path, typer.Option(help=TASKS_HELP, show_default=False)] = TASKS,
+    parallel: Annotated[int | None, typer.Option(min=1, metavar="N", help=PARALLEL_HELP)] = None,
+    adapter: Annotated[str | None, typer.Option(metavar="NAME", help=ADAPTER_HELP)] = None,
+    run_code: Annotated[bool, typer.Option("--run-code", help=RUN_HELP)] = False,
     config: ConfigOption = None,
 ) -> None:
     """Measure how many answers of each kind each precision gets wrong that the highest one gets right.
@@ -79,17 +73,9 @@ def profile_quality(
 
 @profile_app.command("import")
 def profile_import(
-    lm_eval: Annotated[
-        list[str],
-        typer.Option(
-            metavar="[TIER=]DIR",
-            help="Samples that lm-evaluation-harness logged, of one tier or of all (repeat for more folders).",
-        ),
-    ],
+    lm_eval: Annotated[list[str], typer.Option(metavar="[TIER=]DIR", help=LM_EVAL_HELP)],
     url: UrlOption = "",
-    classes: Annotated[
-        Path | None, typer.Option(help="Classes of further harness tasks by pattern, JSON or TOML.", show_default=False)
-    ] = None,
+    classes: Annotated[Path | None, typer.Option(help=CLASSES_HELP, show_default=False)] = None,
     config: ConfigOption = None,
 ) -> None:
     """Make the loss profile of runs of lm-evaluation-harness, one for each tier, instead of measuring it.
@@ -100,7 +86,6 @@ def profile_import(
     log = Progress()
     known = {**(read_classes(classes) if classes else {}), **read_classes(CLASSES)}
     runs = [_tier_and_folder(text) for text in lm_eval]
-
     with only_one(folder):
         imported = import_runs(runs, known, _connected(url, config, RouterClient.fleet))
         path = keep_quality(folder, imported.profile)
@@ -115,12 +100,7 @@ def profile_import(
 def profile_latency(
     url: UrlOption = "",
     step: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="How long one step may take, about.")] = 8.0,
-    tier: Annotated[
-        list[TierName] | None,
-        typer.Option(
-            help="Only this tier (repeat for more); by default all that are ready.", parser=TierName, metavar="TIER"
-        ),
-    ] = None,
+    tier: Annotated[list[TierName] | None, tiers_option(TIER_HELP)] = None,
     config: ConfigOption = None,
 ) -> None:
     """Measure how fast each tier is, alone and while the others work: TTFT by prompt length, TPOT by batch.
@@ -131,12 +111,9 @@ def profile_latency(
     folder = load_settings(config).policy.profiles
     log = Progress()
     plan = LatencyPlan(step_s=step, tiers=tuple(tier or ()))
-
     with only_one(folder):
-        profile = _connected(
-            url, config, lambda client: measure_latency(client, plan, lambda what, _done, _total: log(what))
-        )
-        path = keep_latency(folder, profile)
+        found = _connected(url, config, lambda client: measure_latency(client, plan, lambda what, *_: log(what)))
+        path = keep_latency(folder, found)
     _show_latency(load_latency(path))
     log(str(path))
 

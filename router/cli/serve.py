@@ -67,11 +67,11 @@ def up(
     asked["ray"] = {"address": ray_address}
     load = partial(load_settings, config, asked)
     settings = load()
+    logging = Logging(settings.telemetry)
     check_files(settings)
     if on == "here" and (asked_for := _tiers_for_gpus(settings)):
         asked["tiers"] = asked_for
         settings = load()
-    logging = Logging(settings.telemetry)
     keys, sock = open_keys(settings), listen(settings)
     needed = any(t.replicas_here and t.checkpoint is None for t in tier_settings(settings))
     checkpoints = finished(prepare_options(settings)) if needed else ()
@@ -127,6 +127,7 @@ def serve(
     tiers = {name: {"urls": tuple(given) if given else None} for name, given in urls.items()}
     load = partial(load_settings, config, {"server": {"host": host, "port": port}, "tiers": tiers})
     settings = load()
+    logging = Logging(settings.telemetry)
     if settings.discovery.file is None and not any(t.urls or t.dns for t in tier_settings(settings)):
         fail(
             "no engine is given: name at least one with --fast, --balanced, --precise or --tier, name them in "
@@ -134,7 +135,6 @@ def serve(
         )
     check_files(settings)
     deployment = make_deployment(settings, (), start_engines=False, tokenizer=tokenizer)
-    logging = Logging(settings.telemetry)
     predecessor = None
     if takeover:
         predecessor, sock = HandoverClient.ask(control_path(settings.server.runtime_dir, settings.server.port))
@@ -185,7 +185,8 @@ def _run(
 
     def changed(replica: Replica) -> None:
         detail = f": {replica.state.detail}" if replica.state.detail else ""
-        say(f"{replica.id:12} {replica.state.status.value}{plain(detail)}")
+        if deployment.settings.telemetry.log_format != "json":  # which has a line of the supervisor's for each
+            say(f"{replica.id:12} {replica.state.status.value}{plain(detail)}")
 
     def serving(fleet: Fleet) -> None:
         ready = " and ".join(t.spec.name for t in fleet.snapshot().tiers if t.status is ReplicaStatus.READY)

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from router.cli.client import RouterApiClient, is_alone
-from router.cli.common import ConfigOption, Progress, check_tier, print_table, with_options
+from router.cli.common import ConfigOption, Progress, check_tier, print_table, printable, with_options
 from router.deployment.layout import speed_machine
 from router.deployment.options import make_canary
 from router.settings import load_settings
@@ -24,7 +24,6 @@ tiers_app = typer.Typer(help="Show the running fleet; add, remove, drain, resume
 POLL_S = 0.5
 COMING = {"starting", "warming"}
 GONE: dict[str, Any] = {"state": "gone", "detail": None}
-DETAIL_CHARS = 100
 OPERATIONS: dict[Kind, str] = {
     "drain": "Give a replica no new requests; open ones finish. It keeps running and can be resumed.",
     "resume": "Give a drained replica requests again; a quarantined one is warmed up and compared first.",
@@ -148,24 +147,30 @@ def _print_fleet(fleet: dict[str, Any]) -> None:
     if fleet.get("scope") == "own":
         typer.echo("only operators' keys see where engines are, and why one is not ready")
     loads = ("in flight", "served", "failed", "KV cache", "ms/token")
-    table = Table("tier", "replica", "state", "precision", *loads, "pid", "url", "detail", box=None)
+    table, details = Table("tier", "replica", "state", "precision", *loads, "pid", "url", box=None), {}
     for tier in fleet["tiers"]:
         for replica in tier["replicas"]:
-            table.add_row(tier["tier"], *_row(replica, tier))
+            table.add_row(tier["tier"], *_row(replica))
+            accepted = replica.get("draft_acceptance")
+            drafts = "" if accepted is None else f"{accepted:.0%} of drafted tokens accepted"
+            details[replica["id"]] = "; ".join(filter(None, (_detail(replica["detail"], tier), drafts)))
         if not tier["replicas"]:
-            table.add_row(tier["tier"], "-", tier["state"], *"--------", _detail(tier.get("detail"), tier))
+            table.add_row(tier["tier"], "-", tier["state"], *"--------")
+            details[tier["tier"]] = _detail(tier.get("detail"), tier)
     print_table(table, 200)
+    for name, detail in details.items():  # whole, whatever the terminal's width
+        if detail:
+            typer.echo(f"detail of {name}: {detail}")
 
 
 def _detail(said: str | None, tier: dict[str, Any]) -> str:
     """Return why something is not ready, or what its tier needs before it serves for the first time."""
     text = said or (Preparing(**tier["preparing"]).text if tier.get("preparing") else "")
-    return text.partition("\n")[0][:DETAIL_CHARS]
+    return printable(text.partition("\n")[0])
 
 
-def _row(replica: dict[str, Any], tier: dict[str, Any]) -> list[str]:
-    usage, pace, accepted = replica["kv_cache_usage"], replica["tpot_ms"], replica.get("draft_acceptance")
-    drafts = "" if accepted is None else f"{accepted:.0%} of drafted tokens accepted"
+def _row(replica: dict[str, Any]) -> list[str]:
+    usage, pace = replica["kv_cache_usage"], replica["tpot_ms"]
     return [
         replica["id"],
         replica["state"],
@@ -177,5 +182,4 @@ def _row(replica: dict[str, Any], tier: dict[str, Any]) -> list[str]:
         "-" if pace is None else f"{pace:.1f}",
         str(replica["pid"] or "-"),
         replica["url"] or "-",
-        "; ".join(filter(None, (_detail(replica["detail"], tier), drafts))),
     ]

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from router.cli.client import KEY_NEEDED, RouterApiClient
+from router.cli.client import RouterApiClient, why_unauthorized
 from router.cli.common import output, printable, with_options
 from router.policy.losses import one_in
 from tiers.errors import OperationError
@@ -79,7 +79,7 @@ def _fleets(router: RouterApiClient, records: deque[dict[str, Any]]) -> Iterator
     event = ""
     with router.http.stream("GET", "/live", timeout=SILENT_S) as response:
         if response.status_code == httpx.codes.UNAUTHORIZED:
-            raise OperationError(KEY_NEEDED)
+            raise OperationError(why_unauthorized(response))
         if response.status_code == httpx.codes.NOT_FOUND:
             raise OperationError(f"{router.url} has no /live: is this a router, and as new as this command?")
         response.raise_for_status()

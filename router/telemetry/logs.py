@@ -8,17 +8,20 @@ log says how many. ``telemetry.request_lines`` says where the line of each infer
 from __future__ import annotations
 
 import atexit
+import io
 import json
 import logging
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from logging.handlers import QueueHandler
 from pathlib import Path
+from types import TracebackType
 from typing import Any, ClassVar
 from urllib.parse import quote
 
@@ -133,7 +136,13 @@ class Logging:
         self._handler.put = self._writer.put
         logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # nobody reads them of a record
         logging.basicConfig(level=logging.WARNING, handlers=[self._handler], force=True)
+        logging.captureWarnings(True)
         self.set_level(telemetry)
+        self._before = sys.stderr, sys.excepthook, threading.excepthook
+        self._only_json = self._stderr.json and not sys.stderr.isatty()
+        if self._only_json:
+            sys.stderr, sys.excepthook = _Printed(), _log_uncaught
+            threading.excepthook = lambda args: _log_uncaught(*args[:3])
         Logging.current = self
         atexit.register(self.stop)
 
@@ -170,11 +179,13 @@ class Logging:
         log.setLevel(logging.INFO if wanted else logging.WARNING)
 
     def say(self, write: Callable[[], None]) -> None:
-        """Have the thread write something else to standard error, in order."""
-        self._writer.put(write)
+        """Have the thread write something else to standard error, in order; where that makes a log line, make it now."""
+        write() if self._only_json else self._writer.put(write)
 
     def stop(self) -> bool:
         """Write what is queued, and release the log; return False if it cannot be written, as to a stopped terminal."""
+        sys.stderr, sys.excepthook, threading.excepthook = self._before
+        logging.captureWarnings(False)
         logging.getLogger().removeHandler(self._handler)
         Logging.current = None
         log.setLevel(logging.NOTSET)
@@ -209,6 +220,21 @@ class _Queued(QueueHandler):
 
     def enqueue(self, record: logging.LogRecord) -> None:
         self.put(record)
+
+
+class _Printed(io.TextIOBase):
+    """Standard error while only JSON may go there: what a command or a library prints is logged."""
+
+    def write(self, text: str) -> int:
+        if text.strip():
+            level = logging.ERROR if text.startswith("error:") else logging.INFO
+            logging.getLogger("qarr.command").log(level, "%s", text.strip())
+        return len(text)
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    exc_info = (kind, error or kind(), trace)
+    logging.getLogger("qarr.command").critical("an error that nobody expected: %r", error, exc_info=exc_info)
 
 
 class _File(PrivateFile):

@@ -249,20 +249,26 @@ def making(target: Path) -> Iterator[Path]:
 
     Other processes that use ``making`` in the same parent folder wait.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with (target.parent / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        work = target.with_name(f"{target.name}.partial")
-        shutil.rmtree(work, ignore_errors=True)  # left over by a killed process
-        work.mkdir()
-        try:
-            yield work
-            if not any(work.iterdir()):
-                return
-            shutil.rmtree(target, ignore_errors=True)
-            work.rename(target)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with (target.parent / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            work = target.with_name(f"{target.name}.partial")
+            shutil.rmtree(work, ignore_errors=True)  # left over by a killed process
+            work.mkdir()
+            try:
+                yield work
+                if not any(work.iterdir()):
+                    return
+                shutil.rmtree(target, ignore_errors=True)
+                work.rename(target)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} cannot be made: {error.filename or 'writing'}: {error.strerror}; checkpoints are made in "
+            f"model.store, which needs room and to be writable by this user: repair it, or set another folder"
+        ) from error
 
 
 def seal(folder: Path, tier: TierName, *, model: str, base_digest: str, made: Mapping[str, Any]) -> None:

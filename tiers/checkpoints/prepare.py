@@ -46,6 +46,7 @@ MIN_PROMPTS = 128
 # AWQ needs few samples (arXiv 2306.00978).
 CALIBRATION_SAMPLES, CALIBRATION_TOKENS = 16, 256
 CODE_DOMINATES = 0.5  # share of calibration prompts with code above which groups of 64 are chosen
+MOST_SAID = 400  # characters of an error of the hub
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 
 
@@ -232,7 +233,14 @@ def locate(options: PrepareOptions, progress: Progress) -> Base:
     check_model(options)
     target = options.store / "hub" / options.model.replace("/", "--")
     with making(target) as work:
-        _run(options, "fetch-hub", [options.model, str(work)], progress)
+        try:
+            _run(options, "fetch-hub", [options.model, str(work)], progress)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"model.name: {options.model} cannot be fetched from the Hugging Face hub: "
+                f"{str(error).splitlines()[-1][:MOST_SAID]}; check the id and the network, set HF_TOKEN if it is gated, or "
+                f"give a model folder"
+            ) from error
     return Base(slug(options.model), fingerprint(target), target)
 
 

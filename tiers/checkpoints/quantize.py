@@ -92,19 +92,12 @@ def fetch_hub(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
     from huggingface_hub import snapshot_download
 
     report.progress(f"downloading {args.source}")
-    snapshot_download(
-        args.source,
-        local_dir=args.target,
-        allow_patterns=[
-            "*.safetensors",
-            "*.safetensors.index.json",
-            "*.json",
-            "*.jinja",
-            "*.model",
-            "LICENSE*",
-        ],
-        ignore_patterns=["original/*", "consolidated*"],
-    )
+    wanted = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "LICENSE*"]
+    unwanted = ["original/*", "consolidated*"]
+    try:
+        snapshot_download(args.source, local_dir=args.target, allow_patterns=wanted, ignore_patterns=unwanted)
+    except Exception as error:  # noqa: BLE001  of this library, of its client, or of the disk
+        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")  # one line, the log's last
     return {}
 
 

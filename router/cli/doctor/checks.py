@@ -20,7 +20,7 @@ import httpx
 import psutil
 
 from router.auth.api_keys import KeysError, read_keys
-from router.cli.client import KEY_NEEDED, authorization, own_url, trusted
+from router.cli.client import authorization, own_url, trusted, why_unauthorized
 from router.deployment.layout import prepare_options, tier_spec
 from router.deployment.listening import ListenError, open_keys
 from router.section import PROJECT
@@ -144,7 +144,8 @@ def judge_gpu(parts: list[str]) -> Finding:
 def disk(context: CheckContext) -> Iterator[Finding]:
     """Check free space for checkpoints and logs, once for each file system."""
     seen: set[int] = set()
-    for name, folder in (("checkpoints", context.settings.model.store), ("logs", context.settings.engine.log_dir)):
+    model, engine = context.settings.model, context.settings.engine
+    for name, key, folder in (("checkpoints", "model.store", model.store), ("logs", "engine.log_dir", engine.log_dir)):
         there = next(p for p in (folder, *folder.parents) if p.exists())
         device = there.stat().st_dev
         if device in seen:
@@ -153,13 +154,11 @@ def disk(context: CheckContext) -> Iterator[Finding]:
         free = shutil.disk_usage(there).free
         found = f"{free / GIB:.1f} GiB free for {name} ({folder})"
         if not os.access(there, os.W_OK):
-            then = f"let this user write to it, or set another folder for {name}"
-            yield problem(f"{there} cannot be written to", then)
+            yield problem(f"{there} cannot be written to", f"let this user write to it, or set {key} to another folder")
         elif free < LITTLE_DISK:
             yield problem(found, "free some space: engines and checkpoints fail in odd ways on a full disk")
         elif free < SCANT_DISK:
-            then = "enough for a small model; its three checkpoints take about 3.5 bytes a parameter"
-            yield warning(found, then)
+            yield warning(found, "enough for a small model; its three checkpoints take about 3.5 bytes a parameter")
         else:
             yield ok(found)
 
@@ -326,8 +325,7 @@ def running_router(context: CheckContext) -> Iterator[Finding]:
         yield ok(f"none answers at {url} ('make up' starts one)")
         return
     if alive.status_code != httpx.codes.OK:
-        found = f"{url} is no router: HTTP {alive.status_code}"
-        yield problem(found, "give the router's address with --url")
+        yield problem(f"{url} is no router: HTTP {alive.status_code}", "give the router's address with --url")
         return
     ready = _get(context, "/readyz")
     if ready is None or ready.status_code != httpx.codes.OK:
@@ -337,7 +335,8 @@ def running_router(context: CheckContext) -> Iterator[Finding]:
         yield ok(f"{url} is ready")
     fleet = _get(context, "/tiers")
     if fleet is None or fleet.status_code == httpx.codes.UNAUTHORIZED:
-        yield warning("not checked", KEY_NEEDED, "tiers")
+        then = "'qarr tiers' shows them" if fleet is None else why_unauthorized(fleet)
+        yield warning("not checked", then, "tiers")
         return
     if there := [tier["tier"] for tier in fleet.json()["tiers"] if tier["replicas"]]:
         yield judge_choice(there)

@@ -68,21 +68,22 @@ def test_without_a_key_no_header_is_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "key", "said"),
     [
-        ((401, {"detail": "no"}), KEY_NEEDED),
-        ((401, b"<html>"), KEY_NEEDED),
-        ((404, {"detail": "no such replica"}), "no such replica"),
-        ((409, {"detail": "it is busy"}), "it is busy"),
-        ((503, {"error": "odd"}), "{'error': 'odd'}"),
-        ((200, b"<html>"), "answered HTTP 200: is this a router?"),
-        ((502, b""), "answered HTTP 502: is this a router?"),
+        ((401, {"detail": "no"}), "", KEY_NEEDED),
+        ((401, {"detail": "not known"}), "k", "not known: give another with --key"),
+        ((401, b"<html>"), "k", "the key is not valid here: give another"),
+        ((404, {"detail": "no such replica"}), "", "no such replica"),
+        ((409, {"detail": "it is busy"}), "", "it is busy"),
+        ((503, {"error": "odd"}), "", "{'error': 'odd'}"),
+        ((200, b"<html>"), "", "answered HTTP 200: is this a router?"),
+        ((502, b""), "", "answered HTTP 502: is this a router?"),
     ],
 )
-def test_refusals_say_why(answer: tuple[int, object], said: str) -> None:
+def test_refusals_say_why(answer: tuple[int, object], key: str, said: str) -> None:
     """The router's own detail if there is one."""
     with stub_router(**{"GET /x": answer}) as router, pytest.raises(OperationError) as caught:
-        RouterApiClient(router.url, "").ask("/x")
+        RouterApiClient(router.url, key).ask("/x")
     assert said in str(caught.value)
 
 

@@ -72,6 +72,7 @@ def test_unknown_keys_cannot_be_revoked(file: Path) -> None:
 def test_unknown_rights_are_refused(options: list[str], file: Path) -> None:
     assert qarr("keys", "add", "a", *options).exit_code != 0
     assert not file.exists()
+    assert "/no/k cannot be written" in str(qarr("keys", "add", "a", QARR_AUTH__KEYS_FILE="/proc/no/k").exception)
 
 
 def test_keys_have_budgets_teams_and_an_end(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

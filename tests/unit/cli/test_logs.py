@@ -85,7 +85,7 @@ def test_the_level_is_the_lowest_shown(folder: Path) -> None:
 
 
 def test_targets_that_are_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert str(qarr("logs", "fast").exception).endswith("there is: router-8080")
+    assert str(qarr("logs", "fast").exception).endswith("known: router-8080")
     monkeypatch.setenv("QARR_ENGINE__LOG_DIR", str(folder / "none"))
     assert "there is no log of anything" in str(qarr("logs").exception)
     assert "engine.log_dir" in str(qarr("logs").exception)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextvars import Context
@@ -101,6 +102,14 @@ def test_a_request_has_its_line_where_the_settings_say(
     assert seen == ["good-1"] * shown + ["bad-1"]
     assert settings.get("log_format") != "json" or all(isinstance(json.loads(line), dict) for line in written)
     assert log.told == (log.file if in_file and not shown else None)
+
+
+def test_what_is_printed_is_json_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = Log(tmp_path, log_format="json")
+    sys.stderr.write("error: no room\n")
+    sys.excepthook(ValueError, ValueError("odd"), None)
+    assert [line["level"] for line in log.end()] == ["error", "critical"]
+    assert all(json.loads(line)["logger"] == "qarr.command" for line in capsys.readouterr().err.splitlines())
 
 
 @pytest.mark.parametrize("each", [GOOD, BAD], ids=["good", "bad"])

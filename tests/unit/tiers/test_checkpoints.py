@@ -58,6 +58,8 @@ def test_interrupted_work_is_not_finished_work(tmp_path: Path) -> None:
         raise RuntimeError
     assert read_checkpoint(FAST, target) is None
     assert [p.name for p in target.parent.iterdir()] == [".lock"]
+    with pytest.raises(CheckpointError, match=r"/proc/no: .* model\.store"), making(Path("/proc/no/awq-1")):
+        pass
 
 
 def test_folder_without_manifest_is_made_again(tmp_path: Path) -> None:
