@@ -176,12 +176,8 @@ def _planned(settings: Settings, options: Options, target: _Target, demand: Dema
 
 def _policy(settings: Settings) -> Policy:
     """Return which loss the router allows at a load, by the loss budget."""
-    objective, negligible = settings.policy.objective, settings.policy.negligible_loss
-
-    def allowed(budget: float, taken: float) -> float:
-        return negligible + scarcity_at(objective, taken) * max(budget - negligible, 0.0)
-
-    return allowed
+    objective, least = settings.policy.objective, settings.policy.negligible_loss
+    return lambda budget, taken: least + scarcity_at(objective, taken) * max(budget - least, 0.0)
 
 
 def _present(settings: Settings, engines: Sequence[EngineType], load: Load) -> Fleet | None:

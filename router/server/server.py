@@ -143,7 +143,10 @@ class Server(uvicorn.Server):
         """Wait until every answer is complete, or until the deadline; then end the server."""
         now = time.monotonic()
         deadline, idle_until = now + self._drain_s, now + IDLE_S
-        why, left = "another router takes over" if idle_too else "shutting down", len(self._server_state.active_requests)
+        why, left = (
+            "another router takes over" if idle_too else "shutting down",
+            len(self._server_state.active_requests),
+        )
         log.info("%s: %d open requests have %g s to finish", why, left, self._drain_s)
         await asyncio.sleep(HANDSHAKE_S if idle_too and self.tls_options else POLL_S)
         while time.monotonic() < deadline and (  # noqa: ASYNC110
