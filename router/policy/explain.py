@@ -64,9 +64,7 @@ def _why(choice: Choice, chosen: Estimate) -> str:
         known = f"expected to meet the SLA: {given_up} given up" if given_up else "known to meet the SLA"
         return f"no tier is {known}, {chosen.tier} taken"
     if basis is Basis.HINT:
-        asked = f"{chosen.tier} is required" if choice.query.require else f"hint {chosen.tier}"
-        lossy = f"; it gets {one_in(chosen.loss.mean)} answers wrong ({chosen.loss.basis})"
-        return asked + (lossy if chosen.loss.mean > choice.table.negligible_loss else "")
+        return f"{chosen.tier} is required" if choice.query.require else f"hint {chosen.tier}"
     if basis is Basis.DEGRADED_QUALITY:
         return f"degraded to {chosen.tier}: {_unfit(choice, chosen)}, {_no_better(choice.asked)}"
     if basis is Basis.SORT and sort is not None:
