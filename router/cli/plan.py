@@ -170,7 +170,8 @@ def _planned(settings: Settings, options: Options, target: _Target, demand: Dema
         load = replace(load, budget=load.lost_by(TierName.BALANCED))
     best = cheapest_in_operation(engines, load, available, demand, policy)
     currency = prices.currency if known else None
-    verdict = verdict_on(best, singles, load, currency) if best else missing_for(engines, load, available)
+    more = best or cheapest_in_operation(engines, load, dict.fromkeys(available), demand, policy)
+    verdict = verdict_on(best, singles, load, currency) if best else missing_for(engines, load, available, more)
     return _Plan(engines, lacks, load, currency, best, singles, _present(settings, engines, load), verdict)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
@@ -59,7 +59,6 @@ class _Seen:
     """What became of requests."""
 
     sent: dict[tuple[Hashable, TierName], float] = field(default_factory=dict)
-    requests: int = 0
     ttft: float = 0.0  # sums, in milliseconds
     tpot: float = 0.0
 
@@ -84,14 +83,14 @@ def in_operation(fleet: Fleet, load: Load, demand: Demand, policy: Policy) -> Fl
 
 
 def cheapest_in_operation(
-    engines: Sequence[EngineType], load: Load, available: dict[str, int | None], demand: Demand, policy: Policy
+    engines: Sequence[EngineType], load: Load, available: Mapping[str, int | None], demand: Demand, policy: Policy
 ) -> Fleet | None:
     """Return the cheapest fleet that keeps the budget under the router's policy too; None: there is none."""
     budget, best = load.budget, None
     for _ in range(TRIES):
         best = cheapest(engines, replace(load, budget=budget), available)
         best = best and in_operation(best, load, demand, policy)
-        if best is None or best.lost <= max(load.budget, 0.0) + 1e-9:
+        if best is None or best.lost <= load.budget + 1e-9:
             break
         budget *= load.budget / best.lost
     if best is None or best.lost > load.budget + 1e-9:

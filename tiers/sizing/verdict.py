@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from rich.table import Table
 
 from classifier import Complexity
-from tiers.sizing.fleet import EngineType, Fleet, Load, cheapest
+from tiers.sizing.fleet import EngineType, Fleet, Load
 from tiers.spec import PRECISIONS, TierName
 
 if TYPE_CHECKING:
@@ -59,9 +59,10 @@ def verdict_on(best: Fleet, singles: Mapping[TierName, Fleet | None], load: Load
     return "; ".join(said) + "."
 
 
-def missing_for(engines: Sequence[EngineType], load: Load, available: Mapping[str, int | None]) -> str:
-    """Return what is missing."""
-    more = cheapest(engines, load, dict.fromkeys(available))
+def missing_for(
+    engines: Sequence[EngineType], load: Load, available: Mapping[str, int | None], more: Fleet | None
+) -> str:
+    """Return what is missing; ``more``: the cheapest fleet of as many GPUs as it takes."""
     if more is None:
         least = min(load.lost_by(tier) for tier in {engine.tier for engine in engines})
         return f"Nothing keeps the budget of {_answers(load.budget)}: at least {_answers(least)} would be lost."
