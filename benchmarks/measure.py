@@ -28,11 +28,19 @@ def note(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
+_HELD: list[socket.socket] = []
+
+
 def free_port() -> int:
-    """Return a free loopback port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a free loopback port, held until this process ends: only who names it, as servers do, can bind there.
+
+    Bound and not listening, Linux gives it to nobody who asks for any. SO_REUSEADDR is set after that, for the server.
+    """
+    held = socket.socket()
+    held.bind(("127.0.0.1", 0))
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _HELD.append(held)
+    return int(held.getsockname()[1])
 
 
 @contextmanager
