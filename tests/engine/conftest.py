@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 QARR = Path(sys.executable).with_name("qarr")
 BALANCED_ARGS = ["--block-size", "64"]  # of the KV cache, which the engine tells in its metrics
 HANG_S = "10"  # longer than the longest prompt takes on two cores
-NEEDED_GIB = 15.0  # of free memory: some tests start a fleet beside the session's
+NEEDED_GIB, ALONE_GIB = 15.0, 6.0  # of free memory: some tests start a fleet beside the session's; some need neither
 START_LIMIT_S = 1500  # checkpoints are made first where the cache has none
 
 
@@ -42,8 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Say what the tests need before the first; without it, stop with one line."""
     free = psutil.virtual_memory().available / 2**30
-    needs = f"tests on real engines need {NEEDED_GIB:g} GiB of free memory; {free:.1f} are free"
-    if free < NEEDED_GIB:
+    least = NEEDED_GIB if any("up" in vars(i).get("fixturenames", ()) for i in session.items) else ALONE_GIB
+    needs = f"tests on real engines need {least:g} GiB of free memory; {free:.1f} are free"
+    if free < least:
         pytest.exit(f"{needs}: end other programs, or run them on another machine", 1)
     session.config.get_terminal_writer().line(f"\n{needs}. Ports are chosen among the free ones.")
 
