@@ -51,8 +51,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @dataclass(slots=True)
 class Up:
-    """A running ``qarr up``."""
-
     process: subprocess.Popen[str]
     url: str
     collector: Collector
