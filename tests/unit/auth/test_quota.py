@@ -277,7 +277,7 @@ async def test_nobody_waits_for_a_redis_that_hangs(redis_server: RedisServer, mo
         redis_server.resume()
         await until(lambda: not quotas._lost)
         asked = (await operator.info("commandstats"))["cmdstat_evalsha"]["calls"]
-        assert asked <= 2  # the one that found out, and giving back what it may have taken
+        assert asked < 50  # the one that found out, and giving back what it may have taken, until Redis answers in time
 
 
 async def test_what_was_taken_before_an_outage_is_given_back_after_it(redis_server: RedisServer) -> None:
