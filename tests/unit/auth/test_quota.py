@@ -276,8 +276,8 @@ async def test_nobody_waits_for_a_redis_that_hangs(redis_server: RedisServer, mo
             await asyncio.gather(*(enters(quotas, who) for _ in range(50)))
         redis_server.resume()
         await until(lambda: not quotas._lost)
-        stats = await operator.info("commandstats")  # every refund asks for the slot's score, and nothing else does
-        assert stats["cmdstat_evalsha"]["calls"] - stats["cmdstat_zscore"]["calls"] <= 1  # takes: the one that found out
+        asked = (await operator.info("commandstats"))["cmdstat_evalsha"]  # fails where no test loaded it
+        assert asked["calls"] - asked["failed_calls"] <= 2  # who found out, and giving back what it may have taken
 
 
 async def test_what_was_taken_before_an_outage_is_given_back_after_it(redis_server: RedisServer) -> None:
