@@ -66,13 +66,12 @@ class FirstUp:
         return answer.status_code, answer.json()
 
     async def until_states(self, **states: str) -> dict[str, Any]:
-        async with asyncio.timeout(30):
-            while True:
-                _, body = await self.get("/readyz")
-                if body and all(body["tiers"][tier] == state for tier, state in states.items()):
-                    return body
-                assert self.process.poll() is None, self.said()
-                await asyncio.sleep(0.02)
+        while True:
+            _, body = await self.get("/readyz")
+            if body and all(body["tiers"][tier] == state for tier, state in states.items()):
+                return body
+            assert self.process.poll() is None, self.said()
+            await asyncio.sleep(0.02)
 
     async def generate(self, **body: Any) -> httpx.Response:
         return await self.client.post(f"{self.url}/generate", json={"prompt": "hi", **body})

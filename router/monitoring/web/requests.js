@@ -8,7 +8,7 @@ let records = []; // newest first
 let held = null; // what is shown while the list is held
 let pinned = false;
 
-const recordKey = (r) => `${r.at}|${r.request_id}`;
+const recordKey = (r) => `${r.at}|${r.request_id}|${r.trace_id}`; // callers choose ids
 const FILTERS = {
   all: () => true,
   missed: (r) => r.sla_met === false,

@@ -268,20 +268,16 @@ async def test_a_takeover_that_fails_changes_nothing(tmp_path: Path) -> None:
     """While the new router waits for its engines the old one serves; when the new one ends, it serves on."""
     async with routers(tmp_path) as found, httpx.AsyncClient(trust_env=False) as client:
         old = await found.start()
-        for behaviour in found.behaviours.values():
-            behaviour.max_model_len = 16  # enough for nobody: the new router finds no engine that keeps its promise
-        new = await found.begin("--takeover")
+        beyond = {f"QARR_TIERS__{name.upper()}__MAX_MODEL_LEN": "9000" for name in NAMES}  # no engine keeps this promise
+        new = await found.begin("--takeover", **beyond)
         assert new.stderr is not None
-        async with asyncio.timeout(30):
-            while b"context of 16 tokens" not in await new.stderr.readline():
-                pass
+        while b"context of 8192 tokens" not in await new.stderr.readline():
+            pass
         assert (await client.post(f"{found.url}/generate", json={"prompt": "hi"})).status_code == 200
         new.kill()
         await new.wait()
         assert (await client.post(f"{found.url}/generate", json={"prompt": "hi"})).status_code == 200
         assert old.returncode is None
-        for behaviour in found.behaviours.values():
-            behaviour.max_model_len = 8192
         await found.start("--takeover")
         assert await asyncio.wait_for(old.wait(), 60) == 0
 
