@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from classifier.kinds import JUDGED, Complexity, PromptClass
 from classifier.model import shipped_model
@@ -21,8 +22,7 @@ _WIDE = re.compile("[\u2e80-\U0010ffff]")  # from here on scripts without spaces
 _WHITE_OR_NOT = b"".join(b" " if chr(byte).isspace() else b"x" for byte in range(256))
 
 
-@dataclass(frozen=True, slots=True)
-class PromptFeatures:
+class PromptFeatures(Struct, frozen=True):
     """A prompt's features.
 
     Attributes:
@@ -88,7 +88,9 @@ class EstimatingCounter(TokenCounter):
         return wide - int(-(len(text) - wide) // CHARS_PER_TOKEN)
 
 
-def extract(text: str, counter: TokenCounter, context_tokens: int = 0, second: Sequence[float] = ()) -> PromptFeatures:
+def extract(
+    text: str, counter: TokenCounter, context_tokens: int = 0, second: Sequence[float] = (), tokens: int | None = None
+) -> PromptFeatures:
     """Read a prompt. Pure; the time grows with the length of the text at most.
 
     Args:
@@ -96,13 +98,15 @@ def extract(text: str, counter: TokenCounter, context_tokens: int = 0, second: S
         counter: Counts tokens as the model does.
         context_tokens: Of all that the model reads, where the text is only its last part.
         second: What ``SecondLook.read`` has found; empty: there was no second look.
+        tokens: Of the text; None: they are counted here.
 
     Raises:
         WeightsError: At the first call, if the weights that come with the package cannot be read.
     """
     # Of a long text's own tokens nothing is decided where those of all that the model reads are known.
-    known = bool(context_tokens) and len(text) > PIECE_CHARS
-    tokens = min(int(len(text) // CHARS_PER_TOKEN), context_tokens) if known else counter.count(text)
+    if tokens is None:
+        known = bool(context_tokens) and len(text) > PIECE_CHARS
+        tokens = min(int(len(text) // CHARS_PER_TOKEN), context_tokens) if known else counter.count(text)
     length = max(tokens, context_tokens)
     found = shipped_model().predict(text, second)
     has_code, signals = found.has_code >= _EVEN, (*found.marks, "second look") if second else found.marks

@@ -83,7 +83,8 @@ class Model:
         has, asks, contains, more, most = [1 / (1 + exp(-max(-MOST, min(each, MOST)))) for each in odds[:CLASSES]]
         highest = max(odds[CLASSES:])
         powers = [exp(each - highest) for each in odds[CLASSES:]]
-        classes = tuple([power / sum(powers) for power in powers])
+        total = sum(powers)
+        classes = tuple([power / total for power in powers])
         line = f"\n{text[:HEAD_CHARS]}"
         marks: tuple[str, ...] = ()
         for name, mark in MARKS.items():

@@ -14,7 +14,7 @@ from operator import attrgetter
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from tiers.choice import Request, choose, takes, tell_apart
 from tiers.preparing import Preparations
@@ -48,8 +48,7 @@ class Demand(NamedTuple):
     sequences: int = 1
 
 
-@dataclass(slots=True, eq=False)
-class Lease:
+class Lease(Struct, eq=False):
     """One request's hold on one replica. Use it as a context manager, or call ``release`` where the request ends.
 
     Attributes:

@@ -11,9 +11,10 @@ from array import array
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence  # noqa: TC003  pydantic reads it for the decision log
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,8 +38,7 @@ class Part(NamedTuple):
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
+class Prefix(Struct, frozen=True):
     """A prompt as prefix caches see it. It holds no text.
 
     Attributes:

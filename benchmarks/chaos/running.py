@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 60.0  # an answer that takes longer is a hang: every timeout of the router is a second; the machine may be busy
+PATIENCE_S = (
+    60.0  # an answer that takes longer is a hang: every timeout of the router is a second; the machine may be busy
+)
 # The fakes' answers: pieces, bytes of each, seconds between them. The last tier has one too large for any buffer.
 ENGINES = {"fast": (7, 6, 0.0), "balanced": (60, 20, 0.02), "precise": (500, 20_000, 0.0)}
 # What is run first in the router's process: it turns constants that are no settings.

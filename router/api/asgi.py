@@ -56,7 +56,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         BodyTooLargeError: It is announced or found to be larger; the rest is left unread.
         ClientGoneError: The client went away before it was complete.
     """
-    context = context_of(scope)
+    context: RequestContext = scope[CONTEXT]
     announced = context.sent.get(b"content-length", b"")
     if announced.isdigit() and int(announced) > limit:
         raise BodyTooLargeError(limit)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from msgspec.structs import replace
 from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.api.asgi import apart, body_message, cancel_on_disconnect, context_of, read_body, start_message
+from router.api.asgi import CONTEXT, LARGE_BODY, apart, body_message, cancel_on_disconnect, read_body, start_message
 from router.api.bodies import Rules
 from router.api.paths import error_form
 from router.api.problems import describe
@@ -70,7 +71,10 @@ class Endpoint:
     async def read(self, body: bytes, context: RequestContext, service: Service) -> Call:
         """Return the call that a body asks for, cut where its caller has asked for it and it fits no context."""
         size = len(body)
-        call = await apart(size, self.parse, body, context, service)
+        if size > LARGE_BODY:
+            call = await apart(size, self.parse, body, context, service)
+        else:
+            call = self.parse(body, context, service)
         if call.cut is None or (cutter := await cutter_for(call, service.pipeline, size)) is None:
             return call
         return await apart(size, call.cut, call, cutter)
@@ -85,12 +89,14 @@ class Answering:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Work stops when the client goes away, unless the stream is resumable."""
-        service, endpoint, context = self.service, self.endpoint, context_of(scope)
+        service, endpoint = self.service, self.endpoint
+        context: RequestContext = scope[CONTEXT]
         pipeline, server = service.pipeline, service.settings.server
         body = await read_body(scope, receive, server.max_body_bytes)
         cancel_on_disconnect(scope)
-        if endpoint.resumes and (last_event_id := context.header(b"last-event-id")):  # the body is sent again as it was
-            stream, after = service.streams.find(last_event_id, context.caller.key_id)
+        last_event_id = context.sent.get(b"last-event-id")
+        if endpoint.resumes and last_event_id:  # the body is sent again as it was
+            stream, after = service.streams.find(last_event_id.decode("latin-1"), context.caller.key_id)
             if stream.over and after == stream.newest:
                 service.streams.drop(stream)
                 await Response(status_code=204, headers=context.headers)(scope, receive, send)
@@ -102,7 +108,7 @@ class Answering:
         decision = await pipeline.decide(call)
         out: Responder = scope[OUT]
         if call.streamed and server.silence_s:  # whose head says nothing of who answers
-            out.await_first(server.silence_s, start_message(context.headers, EVENT_STREAM, STREAM_HEADERS))
+            out.await_first(server.silence_s, lambda: start_message(context.headers, EVENT_STREAM, STREAM_HEADERS))
         if call.resumable:
             make = partial(self._respond, call, decision)
             if (kept := service.streams.open(context.caller.key_id, make, context.request_id)) is not None:

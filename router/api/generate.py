@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from asyncio import sleep
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, cast
 
+from msgspec.structs import replace
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -263,13 +263,13 @@ class TextEvents:
         return self._out.feed(events)
 
     def end(self) -> list[bytes]:
-        return self._last(b"event: done\ndata: " + to_json(closing(self._answer)) + SEPARATOR)
+        return [self._id() + b"event: done\ndata: " + to_json(closing(self._answer)) + SEPARATOR]
 
     def failure(self, error: Exception) -> list[bytes]:
-        return self._last(describe(error).event(ErrorForm.PROBLEM, self._context.ids) + SEPARATOR)
+        return [self._id() + describe(error).event(ErrorForm.PROBLEM, self._context.ids) + SEPARATOR]
 
-    def _last(self, event: bytes) -> list[bytes]:
-        return [event if self._number is None else b"id: %d\n" % (self._number + 1) + event]
+    def _id(self) -> bytes:
+        return b"" if self._number is None else b"id: %d\n" % (self._number + 1)
 
 
 async def _whole(call: Call, active: ActiveRequest) -> tuple[bytes, str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
+from msgspec.structs import replace
 from pydantic import ValidationError
 
 from router.api.bodies import (

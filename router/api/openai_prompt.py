@@ -34,11 +34,16 @@ def read_chat(document: JsonObject, counter: TokenCounter) -> PromptText:
     parts = [
         Part(text, counter.count(text)) for text in extras
     ]  # templates write them first, or after the system prompt
+    turn, counted = last_turn(messages, texts), None
     for message, text, call in zip(messages, texts, calls, strict=True):
-        parts.append(chat_part(message.get("role"), text + call, counter.count(text) + counter.count(call)))
+        tokens = counter.count(text)
+        if text is turn:
+            counted = tokens
+        parts.append(chat_part(message.get("role"), text + call, tokens + counter.count(call) if call else tokens))
     tokens = sum([part.tokens for part in parts]) + PART_TOKENS * len(others)
     return PromptText(
-        text=last_turn(messages, texts),
+        text=turn,
+        text_tokens=counted,
         prompt_tokens=tokens,
         all_tokens=tokens,
         messages=len(messages),

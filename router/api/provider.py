@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
+from msgspec.structs import replace
 from pydantic import ValidationError
 
 from router.api.bodies import FieldProblem, InvalidBodyError, ProviderBody, Rules, problems_of, provider_allowed

@@ -86,9 +86,10 @@ class RequestMiddleware:
             out.forget()
             if out.status >= CLIENT_ERROR:
                 log_failure(scope, out.status)
-            route = _route(scope)
+            context: RequestContext = scope[CONTEXT]
+            route = context.route if "endpoint" in scope and "path_params" not in scope else _route(scope)
             self._answered(route, scope["method"], out.status)
-            scope[ANSWERED] = route, out.status, context_of(scope).caller.key_id
+            scope[ANSWERED] = route, out.status, context.caller.key_id
 
     async def _enter(self, scope: Scope, receive: Receive, out: Responder) -> None:
         sent = dict(reversed(scope["headers"]))  # the first of those that share a name
@@ -134,13 +135,14 @@ class RequestMiddleware:
             # The owner of a name in the DNS can point it at this machine, and so let a web page read a local router's
             # answers. Names without a dot are no exception: they come from a network's search domain, or from its owner.
             names = self._names if path not in OPEN_PATHS else None
-            if names is not None and not is_address_or_local(context.header(b"host") or "", names):
+            if names is not None and not is_address_or_local(context.sent.get(b"host", b""), names):
                 raise ForeignHostError(
                     "without keys a router on this machine serves requests to an address or to localhost only, since any "
                     "web page could reach it by a name of its own: add this name to server.allowed_hosts, or make keys "
                     "('qarr keys add')"
                 )
-            if method not in SAFE_METHODS:
+            browser = b"origin" in context.sent or b"sec-fetch-site" in context.sent
+            if browser and method not in SAFE_METHODS:
                 _check_origin(context, self._origins)
             return ANONYMOUS
         return self._keys.find(_sent_key(context))
@@ -161,8 +163,9 @@ def _sent_key(context: RequestContext) -> str:
 
 
 @lru_cache(1024)
-def is_address_or_local(host: str, names: frozenset[str]) -> bool:
+def is_address_or_local(header: bytes, names: frozenset[str]) -> bool:
     """Tell whether a Host header names an address, localhost, one of some names, or nothing."""
+    host = header.decode("latin-1")
     name = (host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host).lower()
     if not name or name in names or name.endswith(".localhost"):
         return True
@@ -190,7 +193,7 @@ def _check_origin(context: RequestContext, allowed: Collection[str]) -> None:
     of another machine; but all of them send ``Origin`` with every POST. Other programs send neither.
     """
     site, origin = context.header(b"sec-fetch-site"), context.header(b"origin")
-    if site in {"same-origin", "none"} or (site is None and origin is None) or origin in allowed:
+    if site in {"same-origin", "none"} or origin in allowed:
         return
     if site is None and origin is not None:
         scheme, _, authority = origin.lower().partition("://")

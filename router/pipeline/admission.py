@@ -17,8 +17,11 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from router.pipeline.request import class_of
 from router.pipeline.request_queue import RequestQueue, Waiter
@@ -35,8 +38,7 @@ OLDEST_EVERY = 8  # one slot in so many goes to the request that has waited long
 TICK_S = 0.1  # slots free by time as well: engines get ready, breakers half-open
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(Struct, frozen=True):
     decision: Decision  # the one that admitted it
     lease: Lease
     waited_ms: float = 0.0  # the request's time in the queue

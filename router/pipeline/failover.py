@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count, product
 
+from msgspec.structs import replace
 from pydantic_core import to_json
 
 from router.policy.decision import Decision
@@ -106,7 +107,7 @@ class _Seam:
                 last=chunk.finish_reason is not None,
                 ended_by="" if self.resumption.includes_stop else ended_by,
             )
-            self.progress.note(chunk)
+            self.progress.note((chunk,))
             self.sent += len(text)
             stopped = joiner.stopped
             reasons = (chunk.finish_reason, chunk.stop_reason) if stopped is None else ("stop", stopped)

@@ -6,8 +6,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from classifier import PromptClass, PromptFeatures, SecondLook, TokenCounter
 from router.accounting.charging import Charging, usage_of
@@ -127,8 +129,8 @@ class Pipeline:
         final = decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY
         if final and not self.overflow.takes(decision, call):
             raise RequestRefusedError(decision)
-        tokens = min(decision.query.tokens_in_all, MAX_COUNT)
         if caller.quota is not None:
+            tokens = min(decision.query.tokens_in_all, MAX_COUNT)
             active.quota = await self.quotas.enter(caller, tokens, active.context.limits)
         if caller.accounts:
             active.budget, decision = await self.charging.reserve(caller, decision, active.context.limits)
@@ -155,7 +157,7 @@ class Pipeline:
             return answer
         active.slot, active.decision, active.sent = slot, slot.decision, time.monotonic()
         answer = await self.failover.upstream.open(active.decision, asked, sent_at, lease=slot.lease)
-        if isinstance(answer, EngineStream) and answer.progress is not None and asked.resumption is not None:
+        if isinstance(answer, EngineStream) and asked.resumption is not None:
             rest = Continuation(self.failover, active.decision, asked, asked.resumption, answer.progress)
             answer.continuation = rest.relay
         return answer
@@ -167,8 +169,8 @@ class Pipeline:
                 ours = answer.overflow is None
                 if active.context.caller.key_id and ours:
                     active.usage = usage_of(active.decision, answer)
-                prompt_tokens = answer.usage.get("prompt_tokens", active.decision.query.tokens_to_read)
-                active.used = prompt_tokens + answer.output_tokens
+                read = answer.usage["prompt_tokens"] if answer.usage else active.decision.query.tokens_to_read
+                active.used = read + answer.output_tokens
                 if answer.complete and ours and self.answer_observer is not None:
                     self.answer_observer(active.decision, answer.tier, asked.chat)
                 await answer.aclose(error or answer.error)

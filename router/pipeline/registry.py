@@ -12,9 +12,10 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
+
+from msgspec import Struct
 
 from router.accounting.budgets import OverBudgetError
 from router.accounting.reservations import Reservation
@@ -50,8 +51,7 @@ class Diverted(NamedTuple):
     failure: str | None = None
 
 
-@dataclass(slots=True, eq=False)
-class ActiveRequest:
+class ActiveRequest(Struct, eq=False):
     context: RequestContext
     decision: Decision
     priority: Priority
@@ -134,7 +134,7 @@ class RequestRegistry:
     def _record(self, request: ActiveRequest, error: BaseException | None, now: float) -> RequestRecord:
         context, answer, diverted, arrived = request.context, request.answer, request.diverted, request.context.arrived
         decision = error.decision if isinstance(error, RequestRefusedError) else request.decision
-        sla, tokens, served = decision.query.sla, Tokens(decision.query.tokens_to_read), Served()
+        sla, served = decision.query.sla, Served()
         failure = error or (answer.error if answer is not None else None)
         outcome, cause, why_not = (Outcome.OK, None, "") if failure is None else self._failure(failure)
         queue_ms, overhead_ms, ttft_ms, tpot_ms, sent = 0.0, None, None, None, None
@@ -145,9 +145,10 @@ class RequestRegistry:
             served = Served(overflow_failure=diverted.failure)
         if sent is not None:
             overhead_ms = max((sent - arrived) * 1000 - queue_ms, 0.0)
+        read = answer.usage["prompt_tokens"] if answer is not None and answer.usage else decision.query.tokens_to_read
+        tokens = Tokens(read)
         if answer is not None:
-            prompt_tokens = answer.usage.get("prompt_tokens", tokens.prompt)
-            tokens = Tokens(prompt_tokens, answer.output_tokens, answer.cached_tokens, answer.predicted_cached_tokens)
+            tokens = Tokens(read, answer.output_tokens, answer.cached_tokens, answer.predicted_cached_tokens)
             if answer.ttft_ms is not None:  # which it counts from when the request was sent
                 ttft_ms = answer.ttft_ms + (answer.sent_at - arrived) * 1000
             tpot_ms, spec = answer.tpot_ms, answer.spec

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from classifier import Complexity, PromptClass, PromptFeatures, TokenCounter, extract
 from router.auth.api_keys import ANONYMOUS, BeyondKeyError, Caller
@@ -22,8 +24,7 @@ LONGEST_SESSION = 256  # characters; what follows is ignored
 MAX_COUNT = 1 << 40  # bound of token counts: far above any context or quota, and safe in every counter
 
 
-@dataclass(slots=True)
-class RequestContext:
+class RequestContext(Struct):
     request_id: str  # the caller's own if it sent a usable one
     trace_id: str
     caller: Caller = ANONYMOUS
@@ -50,11 +51,11 @@ class RequestContext:
         return {"x-request-id": self.request_id, "x-qarr-trace-id": self.trace_id, **anthropic, **self.limits}
 
 
-@dataclass(frozen=True, slots=True)
-class PromptText:
+class PromptText(Struct, frozen=True):
     text: str  # the user's last turn, which is classified
     # of the longest prompt, without the chat template; None: those of ``text`` and ``system_tokens``
     prompt_tokens: int | None = None
+    text_tokens: int | None = None  # of ``text``; None: not counted yet
     system_tokens: int = 0  # of the system prompt; ignored if ``prompt_tokens`` is given
     all_tokens: int = 0  # of all prompts together; 0: there is one
     messages: int = 0  # of a chat; 0 for a completion
@@ -68,15 +69,14 @@ class PromptText:
 
     def classify(self, counter: TokenCounter, second: Sequence[float] = ()) -> PromptFeatures:
         """Return the text's features. What cannot be read, as images and token ids, counts as complex."""
-        features = extract(self.text, counter, self.prompt_tokens or 0, second)
+        features = extract(self.text, counter, self.prompt_tokens or 0, second, self.text_tokens)
         if not self.other_parts and (self.text or not self.prompt_tokens):
             return features
         signals = tuple(f"part that is not text: {kind}" for kind in self.other_parts)
         return replace(features, prompt_class=PromptClass.UNKNOWN, complexity=Complexity.COMPLEX, signals=signals)
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingOptions:
+class RoutingOptions(Struct, frozen=True):
     hint: TierName | None = None  # the tier asked for; None: any
     hint_field: str = ""  # the field that names it, for errors
     require: bool = False  # hint and SLA are conditions, not preferences
@@ -89,8 +89,7 @@ class RoutingOptions:
     overflow: bool = True  # a server outside of the fleet may answer if every tier is full
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class Call(Struct, frozen=True, kw_only=True):
     context: RequestContext
     prompt: PromptText
     options: RoutingOptions
@@ -112,7 +111,9 @@ class Call:
         added = template.conversation(prompt.messages, system=prompt.system) if prompt.messages else 0
         tokens = features.tokens + prompt.system_tokens if prompt.prompt_tokens is None else prompt.prompt_tokens
         if affinity and prompt.parts and prompt.prompts == 1:  # too short, or several: nothing to look for
-            parts = [part if part.tokens >= 0 else part._replace(tokens=features.tokens) for part in prompt.parts]
+            last, parts = prompt.parts[-1], prompt.parts
+            if last.tokens < 0:
+                parts = (*parts[:-1], Part(last.text, features.tokens))
             prefix = Prefix.of(parts, added=added, salt=f"{adapter or ''}\x1f{prompt.salt}", session=self.session)
         return Query(
             features,
@@ -141,9 +142,10 @@ def chat_part(role: object, text: str, tokens: int) -> Part:
 
 def session_of(context: RequestContext, *named: Any) -> str:
     """Return what a caller names a conversation by: a header, else the first of some values that is a text, else its key."""
-    own = context.header(SESSION_HEADER)
-    found = next((name for name in (own, *named) if isinstance(name, str) and name), context.caller.key_id)
-    return found[:LONGEST_SESSION]
+    found = context.sent.get(SESSION_HEADER, b"").decode("latin-1")
+    for name in named:
+        found = found or (name if isinstance(name, str) else "")
+    return (found or context.caller.key_id)[:LONGEST_SESSION]
 
 
 def priority_within(caller: Caller, value: int, field: str, asked: str) -> int:

@@ -9,10 +9,11 @@ from a negligible loss up to the loss budget: it is the value of engine time, wh
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from operator import attrgetter
 from statistics import NormalDist
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec.structs import replace
 
 from router.policy.decision import Basis, Choice, Decision, Estimate, Refusal
 from router.policy.explain import reason
@@ -45,6 +46,7 @@ LIKELIEST_TO_PASS = (
     Refusal.EXCLUDED,
 )
 SLOTS = attrgetter("slots")
+_ANY_TIER = (None, None, None, None, "")  # of what a query says of tiers
 _NORMAL = NormalDist()
 _DEGRADED: tuple[tuple[Degraded, Basis], ...] = (
     ("quality", Basis.DEGRADED_QUALITY),
@@ -71,22 +73,24 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> Decis
     degraded: tuple[Degraded, ...] = ()
     if within:
         chosen, basis = _choose(query, table, within)
-        choice = choice._replace(chosen=chosen, basis=basis)
+        choice = replace(choice, chosen=chosen, basis=basis)
         if basis is Basis.DEGRADED_QUALITY:
             degraded = ("quality",)
     else:
         chosen, degraded = _nearest(query, possible, table)
         basis = next(basis for what, basis in _DEGRADED if what in degraded)
-        choice = choice._replace(chosen=chosen, basis=basis, given_up=degraded)
+        choice = replace(choice, chosen=chosen, basis=basis, given_up=degraded)
     return Decision(chosen.tier, reason(choice, 0), query, choice, basis, degraded)
 
 
 def _undecided(query: Query, fleet: FleetSnapshot, table: PolicyParameters, request: Request) -> Choice:
     """Return what can be expected of each tier."""
-    found, highest, there = [], None, query.sequences
+    found, highest, there, tokens = [], None, query.sequences, query.prompt_tokens + query.max_tokens
+    free = (query.allowed, query.precisions, query.only, query.adapter, query.undraftable) == _ANY_TIER
     for tier in fleet.tiers:
-        best = candidate(tier, request, fleet)
-        obstacle = _obstacle(tier.spec, query, ready=best.replica is not None)
+        best, obstacle = candidate(tier, request, fleet), None
+        if not free or tokens > tier.spec.max_model_len:
+            obstacle = _obstacle(tier.spec, query, ready=best.replica is not None)
         if obstacle is None and best.replica is not None:
             highest = tier
         found.append((tier, best, obstacle))
@@ -156,7 +160,10 @@ def _estimate(
         speed, to_read = replica.speed, max(request.prompt_tokens - (cached or 0), 0)
         engine_ms = speed.engine_ms(to_read, max(1.0, request.output_tokens), batch)
         cost = engine_ms * (times.drift if times is not None else 1.0) / 1000 * table.prices.get(spec.name, 1.0)
-    loss, spare = table.loss(spec.name, query.features), max(table.budget(spec.name) - table.negligible_loss, 0.0)
+    loss, budget = table.loss(spec.name, query.features), table.other_budget
+    if spec.name is table.loss_budget:
+        budget = table.named_budget
+    spare = max(budget - table.negligible_loss, 0.0)
     worst = loss.mean + (loss.high - loss.mean) * z / Z95
     worst, sla, slow, excess = min(worst, 1.0), query.sla, False, 0.0
     if sla.ttft_ms is not None or sla.tpot_ms is not None:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from pydantic import Field
+from msgspec import Struct
 
 from classifier import PromptClass, PromptFeatures
 from classifier.kinds import Complexity
@@ -54,15 +54,18 @@ class PolicyParameters:
     adapters: Mapping[str, Mapping[TierName, Mapping[PromptClass, Mapping[Complexity, ExpectedLoss]]]] = field(
         default_factory=dict
     )
-    like_mean: float = field(init=False)
-    like_most: float = field(init=False)
+    # of answers, 0..1, that may get worse where engine time is scarce: on the tier named in ``loss_budget``, and on others
+    named_budget: float = field(init=False)
+    other_budget: float = field(init=False)
 
     def __post_init__(self) -> None:
-        """Look up what the tier that the budget names loses."""
+        """Look up what the tier that the budget names loses: it may lose its most, and others what it loses on average."""
         like = self.losses.get(self.loss_budget, {}) if isinstance(self.loss_budget, TierName) else {}
         means = [loss.mean for kind, each in like.items() if kind in CLASSES for loss in each.values()]
-        object.__setattr__(self, "like_mean", fmean(means) if means else 0.0)
-        object.__setattr__(self, "like_most", max(means, default=0.0))
+        budget = (max(means, default=0.0), fmean(means) if means else 0.0)
+        named, other = budget if isinstance(self.loss_budget, TierName) else (self.loss_budget, self.loss_budget)
+        object.__setattr__(self, "named_budget", named)
+        object.__setattr__(self, "other_budget", other)
 
     def with_adapter(self, adapter: str | None) -> PolicyParameters:
         """Return the parameters for an adapter's requests: what was measured of the model itself does not count."""
@@ -82,17 +85,11 @@ class PolicyParameters:
         return mixed(loss, of_tier[PromptClass.UNKNOWN][complexity], features.confidence)
 
     def budget(self, tier: TierName) -> float:
-        """Return the share of answers, 0..1, that may get worse on a tier where engine time is as scarce as can be.
-
-        By comparison, the tier named may answer whatever it loses, and others what it loses on average.
-        """
-        if not isinstance(self.loss_budget, TierName):
-            return self.loss_budget
-        return self.like_most if tier is self.loss_budget else self.like_mean
+        """Return the share of answers, 0..1, that may get worse on a tier where engine time is as scarce as can be."""
+        return self.named_budget if tier is self.loss_budget else self.other_budget
 
 
-@dataclass(frozen=True, slots=True)
-class Sla:
+class Sla(Struct, frozen=True):
     """The caller's bounds; None: no bound. Times in milliseconds, loss and confidence 0..1."""
 
     ttft_ms: float | None = None
@@ -101,8 +98,7 @@ class Sla:
     confidence: float | None = None  # probability with which the bounds are to be met; None: as the settings say
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
+class Query(Struct, frozen=True):
     """One request as the policy sees it."""
 
     features: PromptFeatures
@@ -124,7 +120,7 @@ class Query:
     over_budget: bool = False  # the key's budget is used up, so that only ``allowed`` is left of its tiers
     # of its prompt, for prefix caches; None: not known. No part of what is decided from, nor of the log: what
     # replicas hold of it is in the snapshot
-    prefix: Annotated[Prefix | None, Field(exclude=True)] = field(default=None, compare=False, repr=False)
+    prefix: Prefix | None = None
 
     def allows(self, tier: TierName) -> bool:
         return self.allowed is None or tier in self.allowed
@@ -183,7 +179,7 @@ class Rate(NamedTuple):
     output_us: float
 
 
-class Estimate(NamedTuple):
+class Estimate(Struct, frozen=True):
     """What the policy expects of one tier for a request at the present load. None: not known."""
 
     tier: TierName
@@ -238,7 +234,7 @@ class Estimate(NamedTuple):
         return Rate(self.speed.engine_ms(1, 0, self.batch) * drift, self.speed.engine_ms(0, 1, self.batch) * drift)
 
 
-class Choice(NamedTuple):
+class Choice(Struct, frozen=True):
     """A choice between tiers, and all that it was made from."""
 
     query: Query
@@ -262,8 +258,7 @@ class Choice(NamedTuple):
         return next((place for place, each in enumerate(self.estimates) if each.tier is tier), -1)
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Struct, frozen=True):
     """Where a request goes and why. Plain data: ``router.policy.explain`` has further words for it."""
 
     tier: TierName | None  # the tier that is to serve it; None: refused

@@ -59,7 +59,7 @@ def _read_fleet(line: dict[str, Any]) -> FleetSnapshot:
         tiers = [_read_tier(tier) for tier in line["tiers"]]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no fleet ({error})") from None
-    return convert(line | {"tiers": tiers}, FleetSnapshot, dec_hook=lambda kind, value: kind(value))
+    return convert(line | {"tiers": tiers}, FleetSnapshot, dec_hook=_made)
 
 
 def _read_tier(line: dict[str, Any]) -> dict[str, Any]:
@@ -78,6 +78,22 @@ def _read_tier(line: dict[str, Any]) -> dict[str, Any]:
     return line | {"replicas": states, "output_tokens": outputs, "cached": known, "home": home}
 
 
+def _made(kind: type[Any], value: Any) -> Any:
+    return kind(value)
+
+
+def _read_query(line: dict[str, Any]) -> Query:
+    return convert(line, Query, dec_hook=_made)
+
+
+def _query_line(query: Query) -> dict[str, Any]:
+    """Return a query without its prefix: what replicas hold of that is in the snapshot."""
+    found: dict[str, Any] = to_builtins(structs.replace(query, prefix=None), enc_hook=str)
+    del found["prefix"]
+    return found
+
+
+LoggedQuery = Annotated[Query, PlainValidator(_read_query), PlainSerializer(_query_line)]
 LoggedFleet = Annotated[FleetSnapshot, PlainValidator(_read_fleet), PlainSerializer(_fleet_line)]
 
 
@@ -95,7 +111,7 @@ class DecisionRecord:
     at: float  # seconds since 1970
     request_id: str
     policy: str  # digest of the parameters
-    query: Query
+    query: LoggedQuery
     fleet: LoggedFleet
     tier: TierName | None  # what was decided; None: refused
     refusal: Refusal | None

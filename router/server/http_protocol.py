@@ -117,50 +117,52 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Read data within the bounds; discard what a refused client still sends."""
         if self._leaving:
-            self._discarded += len(data)
-            self._heard = self.loop.time()
-            if self._discarded > LINGER_BYTES:
-                self.transport.abort()
+            self._discard(data)
             return
         part = self._part
         self._unset_keepalive_if_required()
-        self._parse(data)
-        if self._leaving or self.transport.is_closing():
-            return
-        self._fed = self._fed + len(data) if part == self._part else 0
-        if self._in_body:
-            if self._fed <= FRAMING * self.bounds.max_body_bytes + self.bounds.max_header_bytes:
-                self._expect()
-            elif self.cycle.response_complete:  # a second answer would be taken for the next request's
-                self._leave(self.bounds.body_timeout_s)
-            else:
-                self._refuse(BodyTooLargeError(self.bounds.max_body_bytes))
-        elif self._fed > self.bounds.max_header_bytes:
-            self._refuse(HeadTooLargeError(self.bounds.max_header_bytes, MAX_HEADERS))
-        elif self.cycle is None or self.cycle.response_complete:
-            self._expect()
-
-    def _parse(self, data: bytes) -> None:
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError:
             self.send_400_response("")
         except httptools.HttpParserUpgrade as upgrade:
-            if self._upgrades():  # it is ignored (RFC 9110, section 7.8), but the parser has skipped the request's body
-                first = self.parser.get_method(), self.url, self.parser.get_http_version().encode()
-                lines = [b"%b %b HTTP/%b" % first]
-                lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
-                self.parser = httptools.HttpRequestParser(self)
-                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
-                self._parse(b"\r\n".join(lines) + b"\r\n\r\n" + data[upgrade.args[0] :])
+            if self._upgrades():
+                self._ignore_upgrade(data[upgrade.args[0] :])
+        if self._leaving or self.transport.is_closing():
+            return
+        self._fed = self._fed + len(data) if part == self._part else 0
+        if self._in_body:
+            self._take_body()
+        elif self._fed > self.bounds.max_header_bytes:
+            self._refuse(HeadTooLargeError(self.bounds.max_header_bytes, MAX_HEADERS))
+        elif self.cycle is None or self.cycle.response_complete:
+            self._expect()
+
+    def _discard(self, data: bytes) -> None:
+        self._discarded += len(data)
+        self._heard = self.loop.time()
+        if self._discarded > LINGER_BYTES:
+            self.transport.abort()
+
+    def _take_body(self) -> None:
+        if self._fed <= FRAMING * self.bounds.max_body_bytes + self.bounds.max_header_bytes:
+            self._expect()
+        elif self.cycle.response_complete:  # a second answer would be taken for the next request's
+            self._leave(self.bounds.body_timeout_s)
+        else:
+            self._refuse(BodyTooLargeError(self.bounds.max_body_bytes))
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Read a request without its wish for an upgrade (RFC 9110, section 7.8), for which the parser skips the body."""
+        first = self.parser.get_method(), self.url, self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % first]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def _upgrades(self) -> bool:
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; ignore the trailers of a chunked body."""
-        if not self._in_body:
-            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Start the request, if it is within the bounds.
@@ -168,40 +170,54 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         Raises:
             Exception: It is not; ``send_400_response`` then answers why.
         """
-        if self._upgrades():
+        if self.parser.should_upgrade() and self._upgrades():
             return
-        bounds = self.bounds
+        bounds, size, hosts = self.bounds, len(self.url), 0
         self._part += 1
         self._in_body = True
-        self._settle()
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > bounds.max_header_bytes or len(self.headers) > MAX_HEADERS:
-            self._fault = HeadTooLargeError(bounds.max_header_bytes, MAX_HEADERS)
-        elif self.parser.get_http_version() not in {"1.0", "1.1"}:
-            self._fault = NotHttpError("only HTTP/1.0 and HTTP/1.1 are spoken here")
-        elif not self._names_one_host():
-            self._fault = NotHttpError("a request needs one Host header, and not more than one (RFC 9112, section 3.2)")
-        elif self._crowded:
-            there = f"{bounds.max_connections} connections are open already"
-            self._fault = TooManyConnectionsError(f"{there}: try again later, or keep connections and use them again")
-        elif len(self.pipeline) >= PIPELINED:
-            self._fault = NotHttpError(f"more than {PIPELINED} requests wait on one connection")
+        if self._deadline is not None:
+            self._settle()
+        for name, value in self.headers:
+            size += len(name) + len(value) + 4
+            hosts += name == b"host"
+        crowded = self._crowded or len(self.pipeline) >= PIPELINED
+        plain = hosts == 1 and self.url.startswith(b"/") and self.parser.get_http_version() == "1.1"
+        if crowded or not plain or size > bounds.max_header_bytes or len(self.headers) > MAX_HEADERS:
+            self._fault = self._unfit(size)
         if self._fault is not None:
             raise self._fault
         super().on_headers_complete()
+        self.headers = []  # of a body's trailers, which nobody reads
         # The transport as a request sees it: the protocol decides how the connection closes.
         out = SimpleNamespace(write=self.transport.write, is_closing=self.transport.is_closing, close=self._end)
         self.cycle.transport = cast("asyncio.Transport", out)
         if self.parser.should_upgrade():
             self.cycle.keep_alive = False  # CONNECT: nothing after it could be read
 
+    def _unfit(self, size: int) -> Exception | None:
+        """Return why a request is not served, whose head has so many bytes; None: it is."""
+        bounds = self.bounds
+        if size > bounds.max_header_bytes or len(self.headers) > MAX_HEADERS:
+            return HeadTooLargeError(bounds.max_header_bytes, MAX_HEADERS)
+        if self.parser.get_http_version() not in {"1.0", "1.1"}:
+            return NotHttpError("only HTTP/1.0 and HTTP/1.1 are spoken here")
+        if not self._names_one_host():
+            return NotHttpError("a request needs one Host header, and not more than one (RFC 9112, section 3.2)")
+        if self._crowded:
+            there = f"{bounds.max_connections} connections are open already"
+            return TooManyConnectionsError(f"{there}: try again later, or keep connections and use them again")
+        if len(self.pipeline) >= PIPELINED:
+            return NotHttpError(f"more than {PIPELINED} requests wait on one connection")
+        return None
+
     def on_message_complete(self) -> None:
-        if self._upgrades():
+        if self.parser.should_upgrade() and self._upgrades():
             return
         super().on_message_complete()
         self._part += 1
         self._in_body = False
-        self._settle()
+        if self._deadline is not None:
+            self._settle()
 
     def on_response_complete(self) -> None:
         if self._leaving:

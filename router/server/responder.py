@@ -8,7 +8,7 @@ request that asks for it is cancelled when its client leaves.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, Scope
@@ -64,7 +64,7 @@ class Responder:
             self.complete = not message.get("more_body", False)
             return
         if message["type"] == "http.response.start":
-            if self._timer is not None:
+            if self._timer is not None or self._early is not None:
                 self.stop_waiting()
                 if self._early is not None:
                     await asyncio.wait({self._early})
@@ -78,12 +78,13 @@ class Responder:
                 message = {**message, "headers": [*others, (b"connection", b"close")]}
         await self.outer(message)
 
-    def await_first(self, interval_s: float, head: Any) -> None:
-        """Send a stream's head if it is late by this, then comments at this interval: proxies cut what is silent."""
+    def await_first(self, interval_s: float, head: Callable[[], Any]) -> None:
+        """Send a stream's head, as made then, if it is late by this, then comments at this interval: proxies cut silence."""
         self._timer = asyncio.get_running_loop().call_later(interval_s, self._begin_early, interval_s, head)
 
-    def _begin_early(self, interval_s: float, head: Any) -> None:
+    def _begin_early(self, interval_s: float, make: Callable[[], Any]) -> None:
         async def keep_alive() -> None:
+            head = make()
             await self.outer(head)  # cancelled while the client takes no more, it has sent nothing
             self.begun = self.streams = self.early = True
             self.status = head["status"]
@@ -97,12 +98,13 @@ class Responder:
     def stop_waiting(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
         if self._early is not None:
             self._early.cancel()
 
     def forget(self) -> None:
         """Forget what leads from a request that has ended back to it."""
-        if self._timer is not None:
+        if self._timer is not None or self._early is not None:
             self.stop_waiting()
         self.task = self.outer = None
 

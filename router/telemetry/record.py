@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from msgspec import Struct, field
 from opentelemetry.trace import Span
 
 from router.policy.decision import Decision, Priority
@@ -31,8 +31,7 @@ class KeptFor(StrEnum):
     SLA_MISS = "sla_miss"
 
 
-@dataclass(slots=True, eq=False)
-class Hop:
+class Hop(Struct, eq=False):
     """A request to an engine or to the overflow. Times are in seconds by the monotonic clock."""
 
     operation: str  # the GenAI conventions' name of it
@@ -47,7 +46,7 @@ class Hop:
     overflow: str = ""
     first_token_at: float | None = None  # None: there was none yet
     ended: float | None = None  # None: it has not ended yet
-    result: dict[str, Any] = field(default_factory=dict)  # span attributes that are known at its end
+    result: dict[str, Any] = field(default_factory=dict)  # span attributes at its end; None: not known
     message: str = ""  # what its exception says; empty: there was none
     span: Span | None = None  # until it ends, where the request is traced
     headers: Sequence[tuple[bytes, bytes]] = ()  # that tell the engine of its trace
@@ -61,8 +60,7 @@ class Event(NamedTuple):
     attributes: dict[str, Any]
 
 
-@dataclass(slots=True, eq=False)
-class Journey:
+class Journey(Struct, eq=False):
     """One request's way through the router. Times are in seconds by the monotonic clock."""
 
     arrived: float  # when the whole request was there
@@ -139,7 +137,7 @@ class Cost(NamedTuple):
 FREE = Cost()
 
 
-class RequestRecord(NamedTuple):
+class RequestRecord(Struct, frozen=True):
     at: float  # when it arrived, in seconds since 1970
     request_id: str
     trace_id: str

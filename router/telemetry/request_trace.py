@@ -30,14 +30,14 @@ def features_attributes(features: PromptFeatures) -> dict[str, Any]:
         "qarr.signals": list(features.signals),
         "qarr.language": features.language or None,
     }
-    return _known(found)
+    return known(found)
 
 
 def decision_attributes(decision: Decision) -> dict[str, Any]:
     query, chosen = decision.query, decision.chosen
     loss = chosen.loss if chosen is not None else None
     decided = decision.tier is not None and decision.precision is not None
-    return _known(
+    return known(
         {
             "qarr.reason": decision.reason,
             "qarr.basis": decision.basis.value,
@@ -72,12 +72,12 @@ def estimate_attributes(estimate: Estimate, verdict: str) -> dict[str, Any]:
         "cost": estimate.rounded_cost,
         "cached_prompt_tokens": estimate.cached,
     }
-    return {f"qarr.{estimate.tier}.{name}": value for name, value in _known(found).items()}
+    return {f"qarr.{estimate.tier}.{name}": value for name, value in known(found).items()}
 
 
 def outcome_attributes(record: RequestRecord) -> dict[str, Any]:
     served, tokens, times = record.served, record.tokens, record.times
-    return _known(
+    return known(
         {
             "qarr.outcome": record.outcome.value,
             "qarr.sla.met": record.sla_met,
@@ -123,7 +123,7 @@ def hop_attributes(hop: Hop) -> dict[str, Any]:
     }
 
 
-def _known(found: dict[str, Any]) -> dict[str, Any]:
+def known(found: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -213,7 +213,7 @@ def _hop_span(hop: Hop, arrived: float, duration_ms: float) -> dict[str, Any]:
     if hop.message:
         said = {"exception.type": error, "exception.message": hop.message}
         events.append(_event("exception", ended_ms, said))
-    name, attributes = f"{hop.operation} {hop.model}", hop_attributes(hop) | hop.result
+    name, attributes = f"{hop.operation} {hop.model}", hop_attributes(hop) | known(hop.result)
     return _span(name, "client", began_ms, ended_ms - began_ms, attributes, events, error)
 
 

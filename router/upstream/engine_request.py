@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
 from pydantic_core import to_json
 
 from router.upstream.json_object import JsonObject, NotJsonError, as_integer
@@ -38,8 +39,7 @@ _NOT_RESUMABLE = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRequest:
+class EngineRequest(Struct, frozen=True, kw_only=True):
     """What an engine is asked, without what depends on the replica."""
 
     # the caller's body, passed on with as little change as routing needs; or the members of one of our own

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import httpx
+from msgspec import Struct
 
 from router.telemetry.record import Hop, error_name
 from router.telemetry.tracing import end_span
@@ -31,6 +32,7 @@ from tiers.spec import TierName, TierSpec
 Feed = Callable[[Sequence[Chunk]], bool]  # takes what came together; tells whether it takes more now
 Drain = Callable[[], Awaitable[None]]  # waits until it does
 
+NOTED_AT = 16  # chunks that are noted at once: noting each by itself costs twice as much
 MAX_ANSWER_BYTES = 1 << 28  # of one that is not streamed: log-probabilities of a long prompt take many
 
 
@@ -64,8 +66,7 @@ class OverflowHold:
             self.free()
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(Struct, frozen=True):
     tier: TierName
     lease: Lease | OverflowHold
     response: httpx.Response
@@ -145,7 +146,7 @@ class EngineAnswer(ABC):
         elif isinstance(error, UpstreamError):
             lease.failed(error_name(error))
         lease.release()
-        known = {
+        found = {
             "qarr.ttft_ms": self.ttft_ms,
             "gen_ai.response.finish_reasons": (self.finish_reason,) if self.finish_reason else None,
             "gen_ai.usage.input_tokens": usage.get("prompt_tokens"),
@@ -154,14 +155,15 @@ class EngineAnswer(ABC):
             "qarr.cached_prompt_tokens": self.predicted_cached_tokens,
             "qarr.tpot_ms": tpot_ms,
         }
-        end_hop(self._attempt.hop, error, {name: value for name, value in known.items() if value is not None})
+        end_hop(self._attempt.hop, error, found)
         await self._body.aclose()
 
     def _note_usage(self, usage: Mapping[str, Any]) -> None:
         """Take the engine's counts in the place of those of its chunks."""
-        found = [int(usage.get(name) or 0) for name in USAGE]
-        self.usage, self.cached_tokens = dict(zip(USAGE, found, strict=True)), cached_tokens_of(usage)
-        self.output_tokens = found[1]
+        self.usage = dict.fromkeys(USAGE, 0)
+        for name in USAGE:
+            self.usage[name] = int(usage.get(name) or 0)
+        self.output_tokens, self.cached_tokens = self.usage["completion_tokens"], cached_tokens_of(usage)
 
 
 class EngineStream(EngineAnswer):
@@ -170,8 +172,10 @@ class EngineStream(EngineAnswer):
     def __init__(self, attempt: Attempt, request: EngineRequest) -> None:
         super().__init__(attempt)
         resumption = request.resumption
-        # What the caller has, where another engine could go on from there; and what lets one, set before it is relayed.
-        self.progress = Progress(resumption.held_back) if resumption is not None else None
+        self.resumable = resumption is not None  # another engine could go on from what the caller has
+        self._progress = Progress(resumption.held_back if resumption is not None else 0)
+        self._unnoted: list[Chunk] = []  # chunks that are not in ``_progress``
+        # what lets another engine go on, set before the answer is relayed
         self.continuation: Callable[[EngineStream, EngineBrokeError, Feed, Drain], Awaitable[None]] | None = None
         self.failed_over = False  # the first engine did not end the answer
         self._wants_usage = request.wants_usage
@@ -181,11 +185,19 @@ class EngineStream(EngineAnswer):
         self._shown = False  # that the engine computes
         self._failures: list[Exception] = []  # of who takes them
 
+    @property
+    def progress(self) -> Progress:
+        """Return what the caller has, if the answer is ``resumable``."""
+        if self._unnoted:
+            self._progress.note(self._unnoted)
+            self._unnoted.clear()
+        return self._progress
+
     async def begin(self) -> None:
         await self._read()
         progress = self.progress
         # Until something was sent another can answer; afterwards one can go on with text alone, from the prompt's ids.
-        if not self._shown or progress is None or not (progress.prompt_ids and progress.resumable):
+        if not (self._shown and self.resumable and progress.prompt_ids and progress.resumable):
             self._parser.check()
         if not self._shown:
             raise EngineBrokeError("the engine's answer was empty")
@@ -255,16 +267,18 @@ class EngineStream(EngineAnswer):
 
     def feed(self, data: bytes) -> bool:
         """Take a part of the stream: note what it holds, and pass it on; tell whether more is wanted now."""
-        parser, progress, tokens = self._parser, self.progress, 0
+        parser, tokens = self._parser, 0
         chunks = parser.feed(data)
         for chunk in chunks:
             if chunk.usage:
                 self._note_usage(chunk.usage)
-            if progress is not None and chunk.choice:
-                progress.note(chunk)
             tokens += len(chunk.token_ids) or bool(chunk.text or chunk.other or chunk.finish_reason)
             self._shown = self._shown or chunk.visible
             self.finish_reason = chunk.finish_reason or self.finish_reason
+        if self.resumable:
+            self._unnoted += chunks
+            if len(self._unnoted) >= NOTED_AT:
+                _ = self.progress
         if tokens and not self.usage:
             self.output_tokens += tokens
         if self._out is None:  # nobody takes it yet
@@ -283,7 +297,7 @@ class EngineStream(EngineAnswer):
 
     async def _fail_over(self, broken: EngineBrokeError, feed: Feed, drain: Drain) -> None:
         progress = self.progress
-        if self.continuation is None or progress is None:
+        if self.continuation is None or not self.resumable:
             raise broken
         self.failed_over = True
 

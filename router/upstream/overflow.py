@@ -267,5 +267,5 @@ class OverflowClient:
 
 def _stream(begun: Attempt, request: EngineRequest) -> EngineStream:
     answer = EngineStream(begun, request)
-    answer.progress = None
+    answer.resumable = False
     return answer

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from io import StringIO
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from router.upstream.json_object import as_boolean, as_integer
 from router.upstream.sse import Chunk
@@ -61,28 +63,30 @@ class Progress:
         """Tell whether nothing is kept back at the last such point, and all that came was the text up to there."""
         return self.point.characters == self.told and not (self.held_back and self._spoken)
 
-    def note(self, chunk: Chunk) -> None:
-        if chunk.prompt_ids:
-            self.prompt_ids = array("I", chunk.prompt_ids)
-        if chunk.finish_reason is not None:
-            self.finish_reason = chunk.finish_reason
-        if chunk.other:  # not text that could be continued
-            self.close(counted=bool(chunk.token_ids))
-        text, token_ids = chunk.text, chunk.token_ids
-        alone = len(token_ids) == 1
-        self.output_ids.extend(token_ids)
-        if text:
-            while len(self._points) > 1 and self._points[1][1] <= self.told:
-                del self._points[0]
-            self._written.write(text)
-            self.told += len(text)
-            self._spoken = True
-            if alone:
-                self._points.append((len(self.output_ids), self.told + self.held_back))
-            elif not token_ids:
-                self.close(counted=False)
-        elif alone and (self._spoken or not self.held_back):
-            self.silent.append(len(self.output_ids) - 1)
+    def note(self, chunks: Iterable[Chunk]) -> None:
+        points, output_ids = self._points, self.output_ids
+        for chunk in chunks:
+            if chunk.prompt_ids:
+                self.prompt_ids = array("I", chunk.prompt_ids)
+            if chunk.finish_reason is not None:
+                self.finish_reason = chunk.finish_reason
+            text, token_ids = chunk.text, chunk.token_ids
+            if chunk.other:  # not text that could be continued
+                self.close(counted=bool(token_ids))
+            alone = len(token_ids) == 1
+            output_ids.extend(token_ids)
+            if text:
+                while len(points) > 1 and points[1][1] <= self.told:
+                    del points[0]
+                self._written.write(text)
+                self.told += len(text)
+                self._spoken = True
+                if alone:
+                    points.append((len(output_ids), self.told + self.held_back))
+                elif not token_ids:
+                    self.close(counted=False)
+            elif alone and (self._spoken or not self.held_back):
+                self.silent.append(len(output_ids) - 1)
 
     def close(self, *, counted: bool) -> None:
         """Note that what came cannot be continued: no text, or of unknown tokens; ``counted``: these were told."""
@@ -110,8 +114,7 @@ class Progress:
         return counts if prompt and self.counted else {}
 
 
-@dataclass(frozen=True, slots=True)
-class Resumption:
+class Resumption(Struct, frozen=True):
     max_tokens: int | None  # output tokens in all; None: as many as the context leaves
     sampling: Mapping[str, Any]  # members of a completion's body that say how tokens are chosen
     priority: int  # for vLLM's scheduler, lower first

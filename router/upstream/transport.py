@@ -51,15 +51,16 @@ class Connection(asyncio.Protocol):
         from_sending: Whether that time is counted from when the request was sent, for all reads together.
         parts: Of the answer's body that have come and were not read.
         sink: Takes parts as they come, in place of a task that would be woken for each; returns whether it takes more.
-        buffered: Their bytes; ``paused``: the socket is not read, since they are many.
+        on_body: httptools' callback, once a part: ``parts.append`` of the present answer.
+        buffered: Bytes that came and were not read; ``paused``: the socket is not read, since they are many.
         fault: Why no more comes; what has come can still be read.
         waiting_since: When who waits for more (``waiter``) began to, by the monotonic clock in seconds.
     """
 
     __slots__ = (
         "_body_ends_at_close", "_head_bytes", "_head_only", "_informational", "_on_end", "_on_lost", "_parser",
-        "_transport", "buffered", "complete", "fault", "from_sending", "headers", "idle_since", "origin", "over",
-        "parts", "paused", "read_timeout_s", "reusable", "sink", "state", "status", "timer", "waiter",
+        "_transport", "buffered", "complete", "fault", "from_sending", "headers", "idle_since", "on_body", "origin",
+        "over", "parts", "paused", "read_timeout_s", "reusable", "sink", "state", "status", "timer", "waiter",
         "waiting_since",
     )  # fmt: skip
 
@@ -93,8 +94,9 @@ class Connection(asyncio.Protocol):
         """
         if self.state is not ConnectionState.IDLE or self._transport is None:  # uvloop may tell of it before this runs
             raise httpx.ReadError("the engine closed the connection at once")
-        self.state, self._parser = ConnectionState.ACTIVE, httptools.HttpResponseParser(self)
         self.status, self.headers, self.parts, self.buffered = 0, [], [], 0
+        self.on_body = self.parts.append
+        self.state, self._parser = ConnectionState.ACTIVE, httptools.HttpResponseParser(self)
         self.complete = self.over = self.reusable = self._informational = self._body_ends_at_close = False
         self._head_bytes, self._head_only, self.fault = 0, head_only, None
         self.read_timeout_s, self.from_sending, self.waiting_since = limit_s, limit_s is not None, time.monotonic()
@@ -112,11 +114,13 @@ class Connection(asyncio.Protocol):
             if self.timer is not None:
                 self.timer.cancel()
             self.timer = asyncio.get_running_loop().call_later(LAST_CHUNK_S, self.close)
-            self.state, self.parts, self.read_timeout_s = ConnectionState.ENDING, [], None
+            self.state, self.read_timeout_s = ConnectionState.ENDING, None
+            self.parts.clear()
             if self.paused:
                 self.resume_reading()
             return False
-        self._parser, self.parts, self.fault = None, [], None
+        self._parser = self.fault = None
+        self.parts.clear()
         if self.waiter is not None:  # somebody still reads
             self.fault = httpx.ReadError("the answer was closed")
             self._wake()
@@ -206,7 +210,7 @@ class Connection(asyncio.Protocol):
             self._failed(httpx.RemoteProtocolError(f"the engine's answer is no HTTP ({type(error).__name__})"))
             return
         if self.state is ConnectionState.ENDING:
-            self.parts, self.buffered = [], 0
+            self.parts.clear()
             if self.complete:
                 self._on_end(self)
             return
@@ -216,12 +220,15 @@ class Connection(asyncio.Protocol):
                 self._head_too_long()
             return
         if self.sink is not None and self.parts:
-            parts, self.parts, self.buffered = self.parts, [], 0
+            part = b"".join(self.parts)
+            self.parts.clear()
             self.waiting_since = time.monotonic()
-            if not self.sink(b"".join(parts)):
+            if not self.sink(part):
                 self.sink = None
             elif not self.complete:
                 return
+        elif self.parts:
+            self.buffered += len(data)
         if self.buffered > READ_BUFFER_BYTES and not self.paused and self._transport is not None:
             self.paused = True
             self._transport.pause_reading()
@@ -250,9 +257,10 @@ class Connection(asyncio.Protocol):
     # httptools
 
     def on_message_begin(self) -> None:
-        """Note an answer, or the beginning of a second one to one request."""
+        """Refuse a second answer to one request: raising ends the parser."""
         if self.complete:
             self.reusable = False
+            raise httpx.RemoteProtocolError("a second answer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header; those after the body (trailers) say nothing that an engine's answer needs."""
@@ -268,21 +276,17 @@ class Connection(asyncio.Protocol):
             self._informational = True
             self.headers = []
             return
-        if sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
+        size, ends_at_close = 0, True
+        for name, value in self.headers:
+            size, lower = size + len(name) + len(value), name.lower()
+            if lower == b"content-length" or (lower == b"transfer-encoding" and b"chunked" in value.lower()):
+                ends_at_close = False
+        if size > MAX_HEAD_BYTES:
             self._head_too_long()
             return
-        names = {name.lower(): value for name, value in self.headers}
-        self._body_ends_at_close = (
-            b"content-length" not in names and b"chunked" not in names.get(b"transfer-encoding", b"").lower()
-        )
-        self.status = status
+        self._body_ends_at_close, self.status = ends_at_close, status
         if self._head_only:
             self.complete = True
-
-    def on_body(self, body: bytes) -> None:
-        if not self.complete:
-            self.parts.append(body)
-            self.buffered += len(body)
 
     def on_message_complete(self) -> None:
         if self._informational:
@@ -328,19 +332,22 @@ class Body(httpx.AsyncByteStream):
             if connection.fault is not None:
                 connection.raise_fault()
             await connection.wait()
-        parts, connection.parts, connection.buffered = connection.parts, [], 0
+        part = b"".join(connection.parts)
+        connection.parts.clear()
+        connection.buffered = 0
         if connection.paused:
             connection.resume_reading()
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return part
 
     async def pump(self, sink: Callable[[bytes], bool]) -> bool:
         """Let ``sink`` have what comes, as it comes, waking no task for it; False: it takes no more now, True: the end."""
         connection = self._connection
         while connection is not None:
             if connection.parts:
-                parts, connection.parts, connection.buffered = connection.parts, [], 0
-                connection.waiting_since = time.monotonic()
-                if not sink(b"".join(parts)):
+                part = b"".join(connection.parts)
+                connection.parts.clear()
+                connection.buffered, connection.waiting_since = 0, time.monotonic()
+                if not sink(part):
                     return False
             if connection.complete:
                 break
@@ -474,7 +481,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
         if scheme == "https":
             self._ssl = self._ssl or httpx.create_ssl_context(trust_env=False)
             options = {"ssl": self._ssl, "server_hostname": host}
-        make = partial(Connection, origin, self._lost, self._put_back)
+        make = partial(Connection, origin, self._lost, partial(self._release, ended=True))
         try:
             async with asyncio.timeout(limit_s):
                 _, connection = await asyncio.get_running_loop().create_connection(make, host, port, **options)
@@ -494,12 +501,10 @@ class EngineTransport(httpx.AsyncBaseTransport):
             raise httpx.ReadError("the transport was closed")
         return connection
 
-    def _release(self, connection: Connection) -> None:
-        self._put_back(connection)
-        if self._slots is not None:
+    def _release(self, connection: Connection, *, ended: bool = False) -> None:
+        """Keep a connection for further requests, if it can carry them; ``ended``: its request was over before."""
+        if self._slots is not None and not ended:
             self._slots.release()
-
-    def _put_back(self, connection: Connection) -> None:
         if not connection.rest():
             return
         if self._closed:
@@ -528,10 +533,10 @@ class EngineTransport(httpx.AsyncBaseTransport):
 
 
 def _message(request: httpx.Request) -> bytes:
-    lines = [b"%b %b HTTP/1.1" % (request.method.encode("ascii"), request.url.raw_path)]
-    lines += [b"%b: %b" % header for header in request.headers.raw]
-    head = b"\r\n".join(lines)
-    if head.count(b"\n") + head.count(b"\r") != 2 * len(lines) - 2 or b"\0" in head:
+    head, headers = b"%b %b HTTP/1.1" % (request.method.encode("ascii"), request.url.raw_path), request.headers.raw
+    for header in headers:
+        head += b"\r\n%b: %b" % header
+    if head.count(b"\n") + head.count(b"\r") != 2 * len(headers) or b"\0" in head:
         raise httpx.LocalProtocolError("a header holds a line break or a NUL")
     return b"%b\r\n\r\n%b" % (head, request.read())
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from tests.fakes import engine as fake
 from tests.ports import reserved_range
@@ -64,7 +65,12 @@ async def own_engines(
     gib: float = 1,
     **options: Any,
 ) -> AsyncIterator[Own]:
-    """Start one engine for each tier, and wait until they are ready, or have failed; ``gib``: KV cache of each."""
+    """Start one engine for each tier, and wait until they are ready, or have failed; ``gib``: KV cache of each.
+
+    The machine seems to have memory for them: fakes need little, whatever the machine has.
+    """
+    memory = psutil.virtual_memory()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=32 << 30))
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(fake.__file__)} "$@"\n')
     python.chmod(0o755)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from classifier import PromptClass, PromptFeatures
 from router.policy.decision import Basis, Choice, Decision, Estimate, PolicyParameters, Query
@@ -26,7 +27,7 @@ def decision(tier: TierName | None = TierName.FAST, kind: PromptClass = PromptCl
     basis = Basis.REFUSED if tier is None else Basis.NEGLIGIBLE
     choice = Choice(query, PolicyParameters(), 0.0, 0.0, estimates, None, basis)
     made = Decision(tier, "the cheapest", query, choice, basis)
-    return made if tier is None else replace(made, choice=choice._replace(chosen=made.estimate(tier)))
+    return made if tier is None else replace(made, choice=replace(choice, chosen=made.estimate(tier)))
 
 
 def record(**fields: Any) -> RequestRecord:

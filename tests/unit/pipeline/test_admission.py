@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from classifier import PromptClass, PromptFeatures
 from router.pipeline.admission import Admission, Slot

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from router.auth.api_keys import Caller
 from router.auth.quota import OverQuotaError
@@ -33,11 +34,11 @@ def registry_of(kept: int = 8, state: ServerState | None = None) -> RequestRegis
 
 
 def context(**fields: object) -> RequestContext:
-    return replace(RequestContext("r1", "t1", Caller("k1", "one"), "/generate"), **fields)  # type: ignore[arg-type]
+    return structs.replace(RequestContext("r1", "t1", Caller("k1", "one"), "/generate"), **fields)  # type: ignore[arg-type]
 
 
 def too_long(stack: UpstreamStack) -> Decision:
-    return decide(replace(QUERY, prompt_tokens=10**6), stack.fleet.snapshot(), stack.policy.table)
+    return decide(structs.replace(QUERY, prompt_tokens=10**6), stack.fleet.snapshot(), stack.policy.table)
 
 
 @contextmanager
@@ -217,7 +218,7 @@ async def test_bounds_on_times_are_met_or_not_or_nobody_knows(
     """An answer that failed met none; of one that its caller left in time nobody knows."""
     async with upstream_stack() as stack:
         registry, decision = registry_of(), stack.decision()
-        decision = replace(decision, query=replace(decision.query, sla=sla))
+        decision = structs.replace(decision, query=structs.replace(decision.query, sla=sla))
         with (
             suppress(EngineBrokeError, asyncio.CancelledError),
             entry(registry, context(arrived=0.0), decision, 0) as request,

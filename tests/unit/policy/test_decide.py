@@ -50,7 +50,7 @@ def features(kind: PromptClass = PromptClass.CHAT, confidence: float = 0.9) -> P
 
 
 def query(kind: PromptClass = PromptClass.CHAT, confidence: float = 0.9, **changes: Any) -> Query:
-    return replace(Query(features(kind, confidence), prompt_tokens=20, max_tokens=100), **changes)
+    return structs.replace(Query(features(kind, confidence), prompt_tokens=20, max_tokens=100), **changes)
 
 
 def fleet(
@@ -353,11 +353,11 @@ def test_bounds_hold_with_the_confidence_asked_for() -> None:
     bound = Sla(tpot_ms=26, confidence=0.5)
     one = fleet(dict.fromkeys((BALANCED, PRECISE), ReplicaStatus.FAILED), speeds)
     assert decide(query(sla=bound, require=True), one, PROFILED).tier is FAST
-    sure = decide(query(sla=replace(bound, confidence=0.99), require=True), one, PROFILED)
+    sure = decide(query(sla=structs.replace(bound, confidence=0.99), require=True), one, PROFILED)
     assert sure.refusal is Refusal.SLA_UNMET
     loss = Sla(max_quality_loss=0.09)
-    assert decide(query(sla=replace(loss, confidence=0.5)), fleet(speeds=MEASURED), SCARCE).tier is FAST
-    assert decide(query(sla=replace(loss, confidence=0.95)), fleet(speeds=MEASURED), SCARCE).tier is PRECISE
+    assert decide(query(sla=structs.replace(loss, confidence=0.5)), fleet(speeds=MEASURED), SCARCE).tier is FAST
+    assert decide(query(sla=structs.replace(loss, confidence=0.95)), fleet(speeds=MEASURED), SCARCE).tier is PRECISE
 
 
 def test_prediction_follows_the_load() -> None:
@@ -447,7 +447,7 @@ def test_a_chat_does_not_leave_a_warm_tier_for_nothing() -> None:
     assert (warm.estimate(PRECISE).cost or 0) < (cold.estimate(PRECISE).cost or 0) - 5.9
     assert [each.cached for each in warm.choice.estimates] == [0, 0, 1590]
     assert [each.cached for each in decide(asked, there, PROFILED).choice.estimates] == [None] * 3
-    long = replace(asked, max_tokens=8)
+    long = structs.replace(asked, max_tokens=8)
     asked = [decide(long, warmed(there, {PRECISE: cached}), SCARCE).tier for cached in (0, 1590)]
     assert asked == [FAST, PRECISE]
 

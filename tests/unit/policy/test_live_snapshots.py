@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -227,7 +227,7 @@ def lines(snapshot: FleetSnapshot) -> list[dict[str, Any]]:
 
 
 def shown(decision: Decision) -> dict[str, Any]:
-    return {field.name: getattr(decision, field.name) for field in fields(decision)} | {"chosen": decision.chosen}
+    return structs.asdict(decision) | {"chosen": decision.chosen}
 
 
 @pytest.fixture

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
-from msgspec import structs
+from msgspec.structs import replace
 
 from classifier import PromptClass
 from router.policy.decide import decide, fallbacks, successors
@@ -24,8 +24,8 @@ SERVED = {FAST: "awq-int4", BALANCED: "fp8 (stated)", PRECISE: "bf16"}
 
 def known(given: FleetSnapshot, **changed: str) -> FleetSnapshot:
     precisions = {**SERVED, **changed}
-    tiers = [structs.replace(t, spec=replace(t.spec, precision=precisions[t.spec.name])) for t in given.tiers]
-    return structs.replace(given, tiers=tuple(tiers))
+    tiers = [replace(t, spec=dataclasses.replace(t.spec, precision=precisions[t.spec.name])) for t in given.tiers]
+    return replace(given, tiers=tuple(tiers))
 
 
 @pytest.mark.parametrize(

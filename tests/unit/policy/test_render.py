@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from dataclasses import replace
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from classifier import PromptClass
 from router.policy.decide import decide
@@ -20,9 +20,10 @@ def test_a_decision_is_json_with_every_tier() -> None:
     """Names are plain strings, tiers rise in precision, and nothing needs an encoder of its own."""
     snapshot = fleet(speeds=MEASURED)
     served = [
-        structs.replace(tier, spec=replace(tier.spec, precision=PRECISIONS[tier.spec.name])) for tier in snapshot.tiers
+        replace(tier, spec=dataclasses.replace(tier.spec, precision=PRECISIONS[tier.spec.name]))
+        for tier in snapshot.tiers
     ]
-    decision = decide(query(PromptClass.CODE), structs.replace(snapshot, tiers=tuple(served)), PROFILED)
+    decision = decide(query(PromptClass.CODE), replace(snapshot, tiers=tuple(served)), PROFILED)
     rendered = json.loads(json.dumps(render_decision(decision)))
     assert (rendered["tier"], rendered["precision"], rendered["class"]) == ("precise", "bf16", "code")
     assert (rendered["prompt_tokens"], rendered["max_tokens"]) == (20, 100)

@@ -268,7 +268,9 @@ async def test_a_takeover_that_fails_changes_nothing(tmp_path: Path) -> None:
     """While the new router waits for its engines the old one serves; when the new one ends, it serves on."""
     async with routers(tmp_path) as found, httpx.AsyncClient(trust_env=False) as client:
         old = await found.start()
-        beyond = {f"QARR_TIERS__{name.upper()}__MAX_MODEL_LEN": "9000" for name in NAMES}  # no engine keeps this promise
+        beyond = {
+            f"QARR_TIERS__{name.upper()}__MAX_MODEL_LEN": "9000" for name in NAMES
+        }  # no engine keeps this promise
         new = await found.begin("--takeover", **beyond)
         assert new.stderr is not None
         while b"context of 8192 tokens" not in await new.stderr.readline():

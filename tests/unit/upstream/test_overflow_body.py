@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from router.upstream.engine_request import EngineRequest
 from router.upstream.json_object import JsonObject

@@ -13,7 +13,7 @@ from router.upstream.sse import Chunk
 
 def spoken(progress: Progress, *chunks: tuple[str, tuple[int, ...]]) -> Progress:
     for text, ids in chunks:
-        progress.note(Chunk(text=text, token_ids=ids))
+        progress.note((Chunk(text=text, token_ids=ids),))
     return progress
 
 
@@ -48,7 +48,7 @@ def test_text_without_tokens_cannot_be_continued() -> None:
 
 def test_reasoning_cannot_be_continued_but_is_counted() -> None:
     progress = Progress(prompt_ids=array("I", [7, 8]))
-    progress.note(Chunk(token_ids=(1,), other=True))
+    progress.note((Chunk(token_ids=(1,), other=True),))
     assert not progress.resumable
     assert progress.usage == {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
 
@@ -76,7 +76,7 @@ def test_a_stop_string_ends_with_the_token_that_completes_it() -> None:
 def test_a_point_never_promises_text_that_has_not_come(tokens: list[tuple[str, int]], held_back: int) -> None:
     progress = Progress(held_back)
     for text, number in tokens:
-        progress.note(Chunk(text=text, token_ids=(number,)))
+        progress.note((Chunk(text=text, token_ids=(number,)),))
         assert progress.point.characters <= progress.told == len(progress.text)
         assert progress.point.tokens <= len(progress.output_ids)
 

@@ -94,7 +94,7 @@ def expected(events: list[bytes]) -> Progress:
     """Return how far an answer is once each of its events is noted."""
     progress = Progress()
     for event in events:
-        progress.note(parse_event(event))
+        progress.note((parse_event(event),))
     return progress
 
 
