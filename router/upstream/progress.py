@@ -66,7 +66,7 @@ class Progress:
     def note(self, chunks: Iterable[Chunk]) -> None:
         points, output_ids = self._points, self.output_ids
         for chunk in chunks:
-            if chunk.prompt_ids:
+            if chunk.prompt_ids and not self.prompt_ids:  # what another engine continues from is no prompt
                 self.prompt_ids = array("I", chunk.prompt_ids)
             if chunk.finish_reason is not None:
                 self.finish_reason = chunk.finish_reason

@@ -471,8 +471,10 @@ class FakeEngine(Surface):
         wanted = bool(body.get("return_token_ids")) and b.tells_ids
         b.callers += wanted
         try:
+            given = body.get("prompt")
+            prompt = given if isinstance(given, list) and isinstance(given[0], int) else [1, 2, 3]
             if chat:
-                told = [1, 2, 3] if wanted else None
+                told = prompt if wanted else None
                 yield self._chunk({"role": "assistant", "content": ""}, None, chat=True, prompt_token_ids=told)
             done = self._done(body)
             pieces = b.answer[done : done + self._most(body, chat=chat)]
@@ -499,7 +501,7 @@ class FakeEngine(Surface):
                 delta = {"reasoning": text} if chat and number < b.reasoning else {"content": text}
                 event = self._chunk(
                     delta, None, chat=chat, logprobs=self._logprobs(body, (number,)), ids=ids if wanted else None,
-                    prompt=[1, 2, 3] if wanted and ids[0] == PIECE + done else None,
+                    prompt=prompt if wanted and ids[0] == PIECE + done else None,
                 )  # fmt: skip
                 ids = []
                 if number + 1 == b.error_with:
