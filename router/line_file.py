@@ -117,13 +117,11 @@ class Writer(QueueListener):
             self._waiting.put(lambda: self._tell(text))
 
     def dequeue(self, block: bool) -> Any:  # noqa: FBT001  the library's signature
-        """Return the next item. What comes while the thread sleeps wakes nobody."""
         if self._waiting.empty():
             time.sleep(GATHERED_S)
         return self._waiting.get(block)
 
     def handle(self, record: Any) -> None:
-        """Write a record, or call a function; nothing stops the thread."""
         with suppress(Exception):
             if isinstance(record, logging.LogRecord):
                 super().handle(record)
@@ -146,10 +144,16 @@ class Writer(QueueListener):
         return not thread.is_alive()
 
 
+_RECORD = logging.makeLogRecord({}).__dict__
+
+
 def made_record(name: str, level: int, text: str, **more: Any) -> logging.LogRecord:
     """Return a log record that does not come from a logger."""
-    made = {"name": name, "levelno": level, "levelname": logging.getLevelName(level), "msg": text, **more}
-    return logging.makeLogRecord(made)
+    record = logging.LogRecord.__new__(logging.LogRecord)  # its constructor looks for a file, a thread and a process
+    now = time.time()
+    kind = {"name": name, "levelno": level, "levelname": logging.getLevelName(level), "msg": text}
+    record.__dict__.update(_RECORD, **kind, created=now, msecs=now * 1000 % 1000, **more)
+    return record
 
 
 class _Lines(PrivateFile):

@@ -52,7 +52,6 @@ class RedisClock:
         self._ahead_s: float | None = None
 
     def learn(self, shown: float) -> None:
-        """Note a time that Redis has just told, in Unix seconds."""
         self._ahead_s = shown - time.monotonic()
 
     async def when(self, redis: Any, moment: float) -> float:

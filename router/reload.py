@@ -51,7 +51,6 @@ class Reloads:
                 raise
 
     def request(self) -> None:
-        """Reload as soon as possible; the log tells the result."""
         task = asyncio.create_task(self._requested(), name="reloading settings")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

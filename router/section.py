@@ -89,7 +89,6 @@ def _engine_address(url: str) -> str:
 
 
 def once(urls: tuple[str, ...]) -> tuple[str, ...]:
-    """Check that no engine is named twice: its load would be counted twice."""
     return different(urls, normalised)
 
 
@@ -100,7 +99,6 @@ def header_value(key: str) -> str:
 
 
 def _no_tier(name: str) -> str:
-    """Check that an adapter's name is not one that requests name a tier by."""
     if name in {*RESERVED, *STANDARD_TIERS}:
         raise ValueError(f"{name} names tiers: give the adapter another name")
     return name

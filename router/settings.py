@@ -91,7 +91,6 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _overflow_fits(self) -> Settings:
-        """Check that no tier has the overflow's name in metrics and usage."""
         if self.overflow.url and OVERFLOW in self.tiers.names:
             raise ValueError(f"overflow.url: a tier is named {OVERFLOW}, as usage and metrics call it: rename the tier")
         return self
@@ -180,7 +179,6 @@ def _known(model: type[BaseModel], parts: list[str]) -> bool:
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the section that a field holds; None: it holds a value."""
     inner = field.annotation
     return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
 

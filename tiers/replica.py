@@ -147,7 +147,7 @@ class Turnover:
         left = 0.5 ** (past_s / HALF_LIFE_S)
         held_s, freed = self._held_s * left + held * past_s, self._freed * left
         weight = 1 / (1 + freed)
-        return (held_s + weight * predicted_s) / (freed + weight)
+        return (held_s + weight * predicted_s) / (freed + weight)  # type: ignore[no-any-return]
 
 
 @dataclass(slots=True)

@@ -18,7 +18,6 @@ class Periods(NamedTuple):
 
 
 def periods(at: float) -> Periods:
-    """Return those of a time in seconds since 1970."""
     day = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d")
     return Periods(day, day[:7])
 
@@ -45,7 +44,6 @@ class Hold(NamedTuple):
         return [(account.id, period) for account in self.accounts for period in self.periods]
 
     def broken(self, used: Used) -> tuple[Account, Limit] | None:
-        """Return the first limit that it would break; None: none."""
         for account in self.accounts:
             for limit in account.limits:
                 there = used[account.id, getattr(self.periods, limit.span)]

@@ -207,7 +207,6 @@ def report_on(call: Call, active: ActiveRequest) -> dict[str, Any] | None:
 
 
 async def as_it_came(call: Call, active: ActiveRequest) -> tuple[bytes, str]:
-    """Return an engine's whole answer, with the report where it was asked for."""
     answer, report = active.answer, report_on(call, active)
     assert isinstance(answer, BufferedAnswer)
     content = with_member(answer.content, "qarr", report) if report else answer.content

@@ -199,7 +199,6 @@ class PassedEvents:
         self._last = self._latest = b""
 
     def feed(self, chunks: Sequence[Chunk]) -> bool:
-        """Send what came together, but for the last event of all."""
         events = [chunk.raw + SEPARATOR for chunk in chunks if not chunk.last]
         if chunks[-1].last:
             self._last = chunks[-1].raw
@@ -225,6 +224,5 @@ NAMED_EVENT_ENDPOINTS = [Endpoint(api.path, partial(_parse, api), PassedEvents, 
 
 
 async def stored_response(request: Request) -> None:
-    """Tell whoever asks for a response by its id that there is none."""
     name = request.path_params["id"][:100]
     raise NotStoredError(f"responses are not stored here, so {name!r} cannot be read: keep the answer itself")

@@ -1,8 +1,7 @@
 """A stream of OpenAI's API: the engine's events as they are, but for what only the router had asked for.
 
-The router asks every engine for token counts: the final chunk that holds only them is left out where the caller did not ask
-for it, and then the engine's fingerprint, which vLLM would have put on the last chunk of each choice, is put back there.
-Token ids, which failover needs, are taken out.
+The final chunk with token counts is left out where the caller did not ask for it; then the engine's fingerprint is put on
+the last chunk of each choice, where vLLM would have put it. Token ids, which failover needs, are taken out.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ class RelayedEvents:
         return [event + SEPARATOR for event in [*events, DONE]]
 
     def failure(self, error: Exception) -> list[bytes]:
-        """Return an error event; there is no ``[DONE]`` after it."""
         return [describe(error).event(ErrorForm.OPENAI, {}) + SEPARATOR]
 
     def _event(self, chunk: Chunk) -> bytes | None:

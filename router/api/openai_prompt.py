@@ -26,11 +26,15 @@ KINDS = (
 
 def read_chat(document: JsonObject, counter: TokenCounter) -> PromptText:
     given = document.get("messages")
-    messages = [m for m in given if isinstance(m, dict)] if isinstance(given, list) else []
-    texts = [text_of(m.get("content")) for m in messages]
-    others = [kind for m in messages for kind in other_parts(m.get("content"))]
+    messages, texts, calls, others = [], list[str](), list[str](), list[str]()
+    for message in given if isinstance(given, list) else ():
+        if isinstance(message, dict):
+            content = message.get("content")
+            messages.append(message)
+            texts.append(content if isinstance(content, str) else text_of(content))
+            others += other_parts(content) if isinstance(content, list) else ()
+            calls.append("".join([str(message.get(key) or "") for key in ("tool_calls", "function_call")]))
     extras = beside(document)
-    calls = ["".join([str(m[key]) for key in ("tool_calls", "function_call") if m.get(key)]) for m in messages]
     parts = [
         Part(text, counter.count(text)) for text in extras
     ]  # templates write them first, or after the system prompt
@@ -79,7 +83,6 @@ def read_completion(document: JsonObject, counter: TokenCounter) -> PromptText:
 
 
 def last_turn(messages: Sequence[Mapping[str, Any]], texts: list[str]) -> str:
-    """Return the last user messages, with the previous turn if they are short."""
     turns: list[list[str]] = [[]]
     for message, text in zip(messages, texts, strict=True):
         if message.get("role") == "user":

@@ -61,7 +61,6 @@ class Passthrough:
         return await read_body(request.scope, request.receive, self.settings.server.max_body_bytes)
 
     async def _pass_on(self, request: Request, pool: Pool, engines: Iterable[Engine], tokens: int) -> Response:
-        """Take the quota, and return the first answer as it is."""
         context, path = context_of(request.scope), request.scope["path"]
         cancel_on_disconnect(request.scope)
         grant = await self.quotas.enter(context.caller, tokens, context.limits)

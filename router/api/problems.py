@@ -23,7 +23,7 @@ from router.api.resumable import ResumedElsewhereError, StreamGoneError, Unknown
 from router.auth.api_keys import MICRO, BeyondKeyError, IssuerUnreachableError, UnauthorizedError
 from router.auth.quota import OverQuotaError
 from router.pipeline.request import RequestContext
-from router.policy.decision import Decision, Refusal, RequestRefusedError
+from router.policy.decision import Decision, Estimate, Refusal, RequestRefusedError
 from router.policy.render import render_estimates
 from router.reload import ReloadError
 from router.server.errors import (
@@ -44,6 +44,7 @@ from router.upstream.errors import (
     UpstreamError,
 )
 from tiers.errors import NotPossibleError, UnknownReplicaError
+from tiers.spec import ReplicaStatus
 
 log = logging.getLogger(f"qarr.{__name__}")
 MEDIA_TYPE = "application/problem+json"
@@ -249,8 +250,15 @@ def _refused(decision: Decision) -> Problem:
     elif decision.refusal is Refusal.SLA_UNMET and retry is None:  # asking again does not help
         status, openai = 422, (400, "sla_unmet")
         errors = (FieldProblem("sla", decision.reason, "looser bounds, or tier_policy 'prefer'"),)
+    elif decision.query.require and decision.query.hint and all(map(_absent, decision.choice.asked)):
+        status, openai = 422, (400, "tier_absent")
+        errors = (FieldProblem("tier", decision.reason, "a tier that this router serves: see GET /tiers"),)
     kind = decision.refusal.value.replace("_", "-")
     return Problem(status, kind, title, decision.reason, errors, retry, {"tiers": render_estimates(decision)}, openai)
+
+
+def _absent(estimate: Estimate) -> bool:
+    return estimate.state is ReplicaStatus.ABSENT
 
 
 def _too_long(decision: Decision) -> FieldProblem:

@@ -56,7 +56,6 @@ def with_provider(options: RoutingOptions, provider: ProviderBody | None, fleet:
 
 
 def _only(provider: ProviderBody, specs: Sequence[TierSpec]) -> frozenset[TierName] | None:
-    """Return the tiers that ``only`` and ``ignore`` leave; None: all."""
     if provider.only is None and not provider.ignore:
         return None
     named = [spec.name for spec in specs] if provider.only is None else provider.only

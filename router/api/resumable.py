@@ -1,8 +1,7 @@
 """Streams that outlive their connection: which events are kept, who may resume a stream, and when it ends.
 
-A task makes a stream's events; a connection reads them from a bounded buffer. When the buffer is full, the oldest events
-that a connection has taken are dropped. If none is left, the task waits, and with it the engine's socket: an event that no
-connection has taken is never dropped.
+A task makes a stream's events; a connection reads them from a bounded buffer. When it is full, the oldest events that a
+connection has taken are dropped; if none is left, the task waits, and with it the engine's socket.
 """
 
 from __future__ import annotations
@@ -72,7 +71,6 @@ class ResumableStream:
         self.news.set()
 
     def feed(self, events: Sequence[bytes]) -> bool:
-        """Keep events, which have no ids yet; tell whether there is room for more."""
         self._waiting += events
         return self._keep()
 

@@ -92,7 +92,6 @@ class Cutter:
         return self.template.conversation(messages, system=first.get("role") in SYSTEM_ROLES)
 
     def _size(self, message: dict[str, Any]) -> int:
-        """Return a message's tokens, as ``openai_prompt.read_chat`` counts them."""
         calls = "".join([str(message[key]) for key in ("tool_calls", "function_call") if message.get(key)])
         content = message.get("content")
         return (
@@ -115,7 +114,6 @@ async def cutter_for(call: Call, pipeline: Pipeline, size: int) -> Cutter | None
 
 
 def cut_prompts(given: Any, cutter: Cutter) -> Any:
-    """Return a completion's prompt, or several, cut; ids are cut as they are."""
     if isinstance(given, str):
         return cutter.text(given, cutter.room) if cutter.counter.count(given) > cutter.room else given
     if is_ids(given):
@@ -127,7 +125,6 @@ def cut_prompts(given: Any, cutter: Cutter) -> Any:
 
 
 def _largest(tokens: Callable[[int], int], chars: int, most: int, all_tokens: int) -> int:
-    """Return the most characters, nearly, that have at most so many tokens."""
     low, high = 0, chars
     probe = chars * max(most, 0) // max(all_tokens, 1)
     while most > 0 and high > low:

@@ -112,7 +112,6 @@ ANONYMOUS = Caller("", "anonymous", overflow=True)
 
 
 def shown(amount: int) -> str:
-    """Return millionths as text, in whole units."""
     return f"{amount / MICRO:.6f}".rstrip("0").rstrip(".")
 
 
@@ -205,7 +204,6 @@ class KeyFile(BaseModel):
         return {team.name: team for team in self.teams or ()}
 
     def callers(self) -> dict[str, Caller]:
-        """Return the callers of the keys in force, by the keys' hashes."""
         teams = self.by_name
         return {key.sha256: key.caller(teams) for key in self.keys if key.revoked is None}
 

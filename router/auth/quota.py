@@ -1,11 +1,9 @@
 """Quotas by key: requests and tokens a minute, and requests at once; in this process, or shared over Redis.
 
-The minute is a window that slides in steps of a second: the counts of the present second and the 60 before it are within
-the quota, so no 60 seconds, wherever they start, ever hold more. A request takes in advance one request, its prompt and
-highest output tokens, and a slot (one of the requests at once), all or nothing, and gives back what it did not use.
-
-While Redis does not answer, this process counts alone and no request waits: one task tries Redis again. Once it answers, it
-gets back what it may have counted for requests that this process counted in the end.
+The minute is a window that slides in steps of a second, so no 60 seconds, wherever they start, ever hold more than the
+quota. A request takes in advance one request, its prompt and highest output tokens, and a slot (one of the requests at
+once), all or nothing, and gives back what it did not use. While Redis does not answer, this process counts alone and no
+request waits; Redis gets back later what it may have counted for these requests.
 """
 
 from __future__ import annotations
@@ -138,7 +136,6 @@ class Quotas:
             await self._shared.aclose()
 
     async def _take(self, shared: RedisLedger, quota: Quota, asked: Refund) -> QuotaState | None:
-        """Ask Redis; None: it does not answer."""
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep(shared))
         due = time.monotonic() + REDIS_TIMEOUT_S
@@ -180,7 +177,6 @@ class Quotas:
                 timeout.reschedule(asyncio.get_running_loop().time())
 
     async def _keep(self, shared: RedisLedger) -> None:
-        """Renew slots, and try Redis while it does not answer; until cancelled."""
         faults = Faults(repeats=False)
         while True:
             await asyncio.sleep(min(REDIS_RETRY_S, RENEW_S))

@@ -101,7 +101,6 @@ class Tokens:
         return caller
 
     def holds(self, caller: Caller) -> bool:
-        """Tell whether a caller has a token that was checked and has not expired."""
         now = time.time()
         return any(found == caller and now < until for until, found in self._known.values())
 
@@ -155,7 +154,6 @@ class Tokens:
             raise IssuerError(f"{self.settings.jwks} cannot be read ({error.strerror})") from None
 
     def _take(self, document: bytes) -> None:
-        """Take the keys; forget what was checked with others."""
         if document != self._document:
             self._signers, self._document = parse(document, self.settings.jwks), document
             self._known.clear()

@@ -62,7 +62,7 @@ class RouterApiClient:
 
     def no_answer(self, error: Exception) -> OperationError:
         return OperationError(
-            f"no router answers at {self.url} ({type(error).__name__}): 'make up' starts one, --url names another"
+            f"no router answers at {self.url} ({error or 'no reason given'}): 'make up' starts one, --url names another"
         )
 
 

@@ -93,7 +93,6 @@ class Progress:
 
 
 def plain(text: str) -> str:
-    """Keep rich from reading brackets as markup."""
     return text.replace("[", "\\[")
 
 

@@ -176,7 +176,6 @@ def _planned(settings: Settings, options: Options, target: _Target, demand: Dema
 
 
 def _policy(settings: Settings) -> Policy:
-    """Return which loss the router allows at a load, by the loss budget."""
     objective, least = settings.policy.objective, settings.policy.negligible_loss
     return lambda budget, taken: least + scarcity_at(objective, taken) * max(budget - least, 0.0)
 
@@ -190,7 +189,6 @@ def _present(settings: Settings, engines: Sequence[EngineType], load: Load) -> F
 
 
 def _kv_cache(settings: Settings, model: Architecture, name: TierName) -> int:
-    """Return the KV cache of a tier's engine on a CPU, in bytes."""
     tier, asked = settings.tiers.of(name), settings.engine.cpu_kv_cache_gib
     return int(GIB * (asked or usual_kv_cache_gib(model.kv_bytes_per_token(), tier.max_model_len, tier.max_num_seqs)))
 
@@ -207,7 +205,6 @@ def _prices(gpus: Mapping[GpuKind, int | None], prices: Prices) -> dict[GpuKind,
 
 
 def _load(options: Options, target: _Target) -> Load:
-    """Return the requests by kind, and what each precision loses on it."""
     assert options.load is not None
     rate, mix = parse_rate(options.load), _mix(options.mix)
     whole = sum(mix.values())
@@ -308,7 +305,6 @@ def _fleet_json(fleet: Fleet | None, demand: Demand, made: _Plan) -> dict[str, A
 
 
 def _million(fleet: Fleet, demand: Demand, made: _Plan) -> float | None:
-    """Return the cost of a million output tokens; None: no price is known."""
     if made.currency is None or made.load is None:
         return None
     return fleet.price / HOUR_S / (made.load.mean * demand.output_tokens) * 1e6

@@ -195,7 +195,9 @@ def _run(
     def is_up(fleet: Fleet) -> None:
         lacking = {ReplicaStatus.FAILED, ReplicaStatus.WAITING}
         failed = [tier.spec.name for tier in fleet.snapshot().tiers if tier.status in lacking]
+        left_out = [tier.spec.name for tier in fleet.snapshot().tiers if tier.status is ReplicaStatus.ABSENT]
         how = f"all tiers ready but {' and '.join(failed)}" if failed else "all tiers ready"
+        how += f" ({' and '.join(left_out)} left out)" if left_out else ""
         say(f"[bold green]up[/]: listening on {url}, {how}. Ctrl-C stops.")
 
     def planned(plan: Plan, specs: Sequence[TierSpec]) -> None:

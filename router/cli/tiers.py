@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from router.cli.client import RouterApiClient, is_alone
-from router.cli.common import ConfigOption, Progress, check_tier, print_table, printable, with_options
+from router.cli.common import ConfigOption, Progress, check_tier, output, print_table, printable, with_options
 from router.deployment.layout import speed_machine
 from router.deployment.options import make_canary
 from router.settings import load_settings
@@ -23,6 +23,7 @@ from tiers.spec import TierName
 tiers_app = typer.Typer(help="Show the running fleet; add, remove, drain, resume, restart and recycle its replicas.")
 POLL_S = 0.5
 COMING = {"starting", "warming"}
+NARROW = 130  # columns of a terminal
 GONE: dict[str, Any] = {"state": "gone", "detail": None}
 OPERATIONS: dict[Kind, str] = {
     "drain": "Give a replica no new requests; open ones finish. It keeps running and can be resumed.",
@@ -147,15 +148,17 @@ def _print_fleet(fleet: dict[str, Any]) -> None:
     if fleet.get("scope") == "own":
         typer.echo("only operators' keys see where engines are, and why one is not ready")
     loads = ("in flight", "served", "failed", "KV cache", "ms/token")
-    table, details = Table("tier", "replica", "state", "precision", *loads, "pid", "url", box=None), {}
+    columns = ("tier", "replica", "state", "precision", *loads, "pid", "url")
+    narrow = output(200).width < NARROW  # ids are worth more than addresses, which are cut first
+    table, details = Table(*(columns[:-2] if narrow else columns), box=None), {}
     for tier in fleet["tiers"]:
         for replica in tier["replicas"]:
-            table.add_row(tier["tier"], *_row(replica))
+            table.add_row(tier["tier"], *(_row(replica)[:-2] if narrow else _row(replica)))
             accepted = replica.get("draft_acceptance")
             drafts = "" if accepted is None else f"{accepted:.0%} of drafted tokens accepted"
             details[replica["id"]] = "; ".join(filter(None, (_detail(replica["detail"], tier), drafts)))
         if not tier["replicas"]:
-            table.add_row(tier["tier"], "-", tier["state"], *"--------")
+            table.add_row(tier["tier"], "-", tier["state"], *"-" * (len(table.columns) - 3))
             details[tier["tier"]] = _detail(tier.get("detail"), tier)
     print_table(table, 200)
     for name, detail in details.items():  # whole, whatever the terminal's width
@@ -166,7 +169,7 @@ def _print_fleet(fleet: dict[str, Any]) -> None:
 def _detail(said: str | None, tier: dict[str, Any]) -> str:
     """Return why something is not ready, or what its tier needs before it serves for the first time."""
     text = said or (Preparing(**tier["preparing"]).text if tier.get("preparing") else "")
-    return printable(text.partition("\n")[0])
+    return printable(text.partition("\n")[0].partition(". Last lines of")[0])
 
 
 def _row(replica: dict[str, Any]) -> list[str]:

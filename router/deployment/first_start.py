@@ -1,8 +1,7 @@
 """The first start with a model: checkpoints are made while the router serves, and each engine starts as soon as it can.
 
-The machine is divided once, when the BF16 checkpoint is made: the sizes of the others follow from it, and running
-engines keep their cores. On a GPU the engines start when all checkpoints are made: vLLM takes its share of the memory
-that is free as it starts, and the quantizer needs the same memory.
+The machine is divided once, when the BF16 checkpoint is made: the sizes of the others follow from it. On a GPU the engines
+start when all checkpoints are made: vLLM takes its share of the free memory, which the quantizer needs as well.
 """
 
 from __future__ import annotations

@@ -179,7 +179,6 @@ class TiersSettings(Section):
 
     @cached_property
     def names(self) -> tuple[TierName, ...]:
-        """Return all tiers: those that the settings add stand before the highest."""
         return (TierName.FAST, TierName.BALANCED, *map(TierName, self.__pydantic_extra__), TierName.PRECISE)
 
     def of(self, name: TierName) -> TierSettings:
@@ -201,7 +200,6 @@ class TiersSettings(Section):
 
     @model_validator(mode="after")
     def _engines_of_their_own(self) -> TiersSettings:
-        """Check that no engine is in two tiers: it serves at one precision."""
         found: dict[str, str] = {}
         for name in self.names:
             tier = self.of(name)

@@ -197,7 +197,6 @@ class Live:
                 reader.put(event)
 
     def _count(self, elapsed_s: float) -> None:
-        """Update the replicas' tokens per second; of an infinite time, as before the first count, the rates are 0."""
         before, self._generated = self._generated, {r.id: r.work.generated for r in self._pipeline.fleet.replicas}
         self._rates = {id_: (n - before.get(id_, n)) / elapsed_s for id_, n in self._generated.items()}
 

@@ -1,8 +1,7 @@
 """``GET /metrics``: the router's metrics for Prometheus.
 
-Counters and histograms are made from the records of finished requests; gauges are read at each scrape, so nothing is
-counted twice. Names follow Prometheus' rules (https://prometheus.io/docs/practices/naming/): base units, and labels with a
-bounded set of values; a replica's series vanish with it. In the OpenMetrics format histograms carry trace ids as exemplars.
+Counters and histograms are made from the records of finished requests; gauges are read at each scrape. Names follow
+https://prometheus.io/docs/practices/naming/; a replica's series vanish with it. Exemplars (OpenMetrics) are trace ids.
 """
 
 from __future__ import annotations

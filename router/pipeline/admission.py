@@ -1,14 +1,12 @@
 """Gives free slots to requests: a bounded queue in front of the replicas.
 
-A request that fits a tier is admitted at once, unless a waiting request could use the same capacity. Others wait,
-ordered by priority class, then by the slots that their key holds (so that keys share the fleet, however many requests
-each sends), then by the deadline of their first token. When a slot becomes free, the policy decides again for the first
-ones. A request that would be late is refused at once, with the predicted wait as Retry-After; a full queue refuses the
-least urgent one. Every nth slot goes to the request that has waited longest, so that none starves.
+A request that fits a tier is admitted at once, unless a waiting request could use the same capacity. Others wait, ordered by
+priority class, then by the slots that their key holds, then by the deadline of their first token. When a slot becomes free,
+the policy decides again for the first ones. A request that would be late is refused at once, with the predicted wait as
+Retry-After; a full queue refuses the least urgent one. Every nth slot goes to the request that has waited longest.
 
-Requests for the same slots form one line (``request_queue``), and only the first of each line is examined: no request
-blocks one that waits for other slots, and the work does not grow with the queue. If the first one needs more than is
-free, the replica that lacks least is reserved for it; otherwise those behind it would take each slot that becomes free.
+Requests for the same slots form one queue (``request_queue``), of which only the first is examined: none blocks one that
+waits for other slots. If it needs more than is free, the replica that lacks least is reserved for it.
 """
 
 from __future__ import annotations
@@ -65,7 +63,6 @@ class Admission:
         fleet.on_capacity = self._schedule
 
     def use(self, options: AdmissionSettings) -> None:
-        """Take new settings; requests that wait keep their deadlines."""
         self._options = options
         self._schedule()
 
@@ -190,7 +187,6 @@ class Admission:
         return min(waits, default=queued.decision.retry_after_s or UNKNOWN_RETRY_S)
 
     def _schedule(self) -> None:
-        """Examine the queue soon: several slots may become free together."""
         if self._queue.count and not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._dispatch)

@@ -1,16 +1,14 @@
 """Routers in front of the same engines share their load and the engines' limits over Redis.
 
-Twice a second each router reports its load on every replica and its waiting requests, and gets the others' load, the
-replicas that their circuit breakers spare, and its share of each replica's limit. One Redis script does that, so that no
-two routers get the same slot. Shares are max-min fair: a router that needs less than an equal part gets what it needs, the
-others divide the rest evenly, and the slots of an uneven rest rotate. A share falls at once, and rises only by what the
-others have given up. Each router may always have one request on a replica. Requests do not wait for Redis. Replicas are
-identified by their URL.
+Twice a second each router reports its load on every replica (known by its URL) and its waiting requests, and gets the
+others' load, the replicas that their circuit breakers spare, and its share of each replica's limit. One Redis script does
+that, so that no two routers get the same slot. Shares are max-min fair, and the slots of an uneven rest rotate. A share
+falls at once, and rises only by what the others have given up. Each router may always have one request on a replica.
+Requests do not wait for Redis.
 
-A router that dies is forgotten after three seconds, and the others get its share. While Redis does not know every router
-(it is new, was emptied, or was not reached for a while), no share rises until every router has had time to report. While
-Redis does not serve, each router uses its own view and the engines' gauges, and keeps at most an equal part of each limit;
-one with less rises slot by slot as far as the gauges show capacity. All times between routers are by Redis' clock.
+A router that dies is forgotten after three seconds. While Redis does not know every router (it is new, was emptied, or was
+not reached), no share rises until every router has had time to report. While Redis does not serve, each router keeps at most
+an equal part of each limit, and rises to it slot by slot as far as the engines' gauges show capacity. Times are Redis'.
 """
 
 from __future__ import annotations

@@ -84,7 +84,6 @@ def decide(query: Query, fleet: FleetSnapshot, table: PolicyParameters) -> Decis
 
 
 def _undecided(query: Query, fleet: FleetSnapshot, table: PolicyParameters, request: Request) -> Choice:
-    """Return what can be expected of each tier."""
     found, highest, there, tokens = [], None, query.sequences, query.prompt_tokens + query.max_tokens
     free = (query.allowed, query.precisions, query.only, query.adapter, query.undraftable) == _ANY_TIER
     for tier in fleet.tiers:
@@ -471,6 +470,8 @@ def _possible_in_s(
 
 
 def _ready_in_s(tier: TierSnapshot) -> float | None:
+    if tier.spec.absent:
+        return None
     if tier.preparing is None or tier.preparing.remaining_s is None:
         return STARTING_RETRY_S if tier.preparing is None or tier.preparing.failed is None else None
     return tier.preparing.remaining_s

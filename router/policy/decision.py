@@ -19,10 +19,7 @@ from tiers.quantization import quantizations_of
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from tiers.choice import Expectation
-    from tiers.replica import Replica
     from tiers.spec import ReplicaStatus, TierSpec
     from tiers.speed import SpeedModel
 
@@ -130,17 +127,12 @@ class Query(Struct, frozen=True):
         known = self.precisions is None or quantizations_of(spec.precision) <= self.precisions
         return known and (self.only is None or spec.name in self.only)
 
-    def barred(self, replicas: Iterable[Replica]) -> list[str]:
-        """Return the replicas that have a precision which the request does not allow, whatever their tier has."""
-        return [] if self.precisions is None else [r.id for r in replicas if not self.takes(r.spec)]
-
     @property
     def tokens_to_read(self) -> int:
         return max(self.prompt_tokens, self.all_prompt_tokens)
 
     @property
     def tokens_in_all(self) -> int:
-        """Return the tokens of all prompts, and of all answers at their longest."""
         return self.tokens_to_read + self.max_tokens * self.sequences
 
 

@@ -82,10 +82,6 @@ def _made(kind: type[Any], value: Any) -> Any:
     return kind(value)
 
 
-def _read_query(line: dict[str, Any]) -> Query:
-    return convert(line, Query, dec_hook=_made)
-
-
 def _query_line(query: Query) -> dict[str, Any]:
     """Return a query without its prefix: what replicas hold of that is in the snapshot."""
     found: dict[str, Any] = to_builtins(structs.replace(query, prefix=None), enc_hook=str)
@@ -93,7 +89,9 @@ def _query_line(query: Query) -> dict[str, Any]:
     return found
 
 
-LoggedQuery = Annotated[Query, PlainValidator(_read_query), PlainSerializer(_query_line)]
+LoggedQuery = Annotated[
+    Query, PlainValidator(lambda line: convert(line, Query, dec_hook=_made)), PlainSerializer(_query_line)
+]
 LoggedFleet = Annotated[FleetSnapshot, PlainValidator(_read_fleet), PlainSerializer(_fleet_line)]
 
 

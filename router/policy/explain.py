@@ -20,7 +20,6 @@ CHOSEN = "chosen"
 
 
 def verdict(choice: Choice, estimate: Estimate) -> str:
-    """Return ``chosen``, or why a tier was not."""
     chosen = choice.chosen
     if chosen is not None and estimate.tier is chosen.tier:
         return CHOSEN
@@ -94,18 +93,22 @@ def _chosen_text(choice: Choice, chosen: Estimate) -> str:
     alone = f"no tier loses less than {name}"
     if len(within) == 1:
         bound = any(each.obstacle is None and not each.meets for each in choice.asked)
-        alone = "no other tier meets the request's bounds" if bound else "no other tier serves now"
+        obstacles = [f"{each.tier} {each.obstacle_text}" for each in choice.asked if each.obstacle is not None]
+        alone = (
+            "no other tier meets the request's bounds" if bound else f"only {name} can serve: {'; '.join(obstacles)}"
+        )
     return "; ".join(parts) or alone
 
 
 def _cheap_text(choice: Choice, chosen: Estimate, within: Sequence[Estimate]) -> str:
-    """Return what speaks for a tier among those that lose little enough."""
     fit = [each for each in within if not each.unfit]
     others = [f"{each.tier} {each.cost:.2g}" for each in fit if each.tier is not chosen.tier and each.cost is not None]
     if chosen.under_load and others:
         return f"should take {chosen.order():.2g} s of engine time ({', '.join(others)})"
-    lower = any(choice.rank(each.tier) < choice.rank(chosen.tier) for each in fit)
-    return "is much faster here than lower precisions" if lower else "is the lowest precision"
+    rank = choice.rank(chosen.tier)
+    if any(choice.rank(each.tier) < rank for each in fit):
+        return "is much faster here than lower precisions"
+    return "is the lowest precision that can serve" if rank else "is the lowest precision"
 
 
 def _against(choice: Choice, estimate: Estimate) -> str:
@@ -134,7 +137,7 @@ def _slow_text(estimate: Estimate, query: Query, z: float) -> str:
     """Return which bound a tier's times break with the confidence asked for: of both, that on TTFT."""
     times, sla, found = estimate.times, query.sla, ""
     if times is None:
-        return "its speed is not measured yet, and the request limits latency"
+        return "has no measured speed yet, and the request limits latency"
     for name, expected, spread, bound in (
         ("TPOT", times.tpot_ms, times.tpot_spread, sla.tpot_ms),
         ("TTFT", times.ttft_ms, times.ttft_spread, sla.ttft_ms),

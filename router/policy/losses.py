@@ -135,14 +135,12 @@ def _scale(precision: str, flips: Mapping[Kind, Flips]) -> float:
 
 
 def _at_least(loss: ExpectedLoss, easier: ExpectedLoss) -> ExpectedLoss:
-    """Return the loss of a kind that loses no less than an easier one."""
     if loss.mean >= easier.mean:
         return loss
     return ExpectedLoss(easier.mean, max(loss.low, easier.low), max(loss.high, easier.high), loss.answers)
 
 
 def one_in(loss: float) -> str:
-    """Return a share of answers for people: ``1 in 20``."""
     if loss < 0.001:  # noqa: PLR2004
         return "fewer than 1 in 1,000"
     if loss > 0.4:  # noqa: PLR2004

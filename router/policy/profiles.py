@@ -148,9 +148,9 @@ def _load(profile: type[_P], path: Path) -> _P:
 
 
 def first_fault(error: ValidationError) -> str:
-    """Return where a value is not valid for the first time, and why."""
     first = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}" if where else str(first["msg"])
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -72,7 +72,6 @@ class PolicyStore:
         self._load()
 
     def use(self, settings: PolicySettings) -> None:
-        """Take new settings; requests that are being served keep their decisions."""
         self._settings = settings
         self._load()
 
@@ -93,7 +92,6 @@ class PolicyStore:
         return {name: folder / profile_name(identities, name) for name in sorted(names)}
 
     def successors(self, tier: TierName, query: Query) -> tuple[TierName, ...]:
-        """Return the tiers that may take over now from one that failed, in order."""
         return successors(tier, query, self._fleet.snapshot(), self.table)
 
     def served(self, decision: Decision, tier: TierName | None) -> None:
@@ -239,7 +237,6 @@ def _losses(specs: Iterable[TierSpec], profile: QualityProfile | None) -> dict[T
 
 
 def _precision(spec: TierSpec) -> str:
-    """Return what a tier serves; before it can be known, what its name says."""
     return PRECISIONS.get(spec.name, UNKNOWN) if spec.precision == UNKNOWN else spec.precision
 
 

@@ -123,7 +123,6 @@ def words(text: str) -> int:
 
 
 def sentences(text: str) -> int:
-    """Count sentences; a line's end ends one."""
     return sum(1 for part in _SENTENCE_END.split(_SHORT.sub("", _MARK.sub("", text))) if words(part))
 
 

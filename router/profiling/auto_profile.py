@@ -1,8 +1,7 @@
 """The router's own measurements: the speed of its tiers, then their loss, while nobody else is served.
 
 They start once every tier has settled, and cover what no profile has yet. They share code, journal and files with
-``qarr profile``: interrupted work resumes where it stopped, and each uses what the other has measured. They run only if
-this router started all engines: others' engines may serve requests that it does not know of.
+``qarr profile``, and run only if this router started all engines: others may serve requests that it does not know of.
 """
 
 from __future__ import annotations

@@ -249,7 +249,6 @@ async def _times(response: httpx.Response, tier: TierName, begun: Callable[[], N
 
 
 async def _later(tier: TierName, response: httpx.Response, deadline: float) -> None:
-    """Wait for a refusal's ``Retry-After``, ``LONGEST_WAIT_S`` at most."""
     if response.status_code not in TRY_LATER or time.monotonic() > deadline:
         raise ProfileError(f"{tier} answered HTTP {response.status_code}: {response.text[:300]}")
     await asyncio.sleep(min(float(response.headers.get("retry-after", BUSY_WAIT_S)), LONGEST_WAIT_S))

@@ -71,7 +71,6 @@ class IdleClient(Client):
         )
 
     async def ask(self, *args: Any, **named: Any) -> Any:
-        """See ``Client``; sends cancelled requests again."""
         while True:
             with suppress(TimeoutError):
                 answer = await super().ask(*args, **named)

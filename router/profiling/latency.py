@@ -1,8 +1,8 @@
 """Fits the speed model to samples of requests under known load.
 
-``tiers.speed`` has the model and its terms. The fit is least squares on relative errors, so that short and long times weigh
-alike, without negative parameters (a negative one is set to zero, the rest fitted again). Contention is the mean over tiers
-of the median slowdown of single requests that were decoded while other tiers were computing.
+The model and its terms are in ``tiers.speed``. The fit is least squares on relative errors, without negative parameters (one
+is set to zero, the rest fitted again). Contention is the mean over tiers of the median slowdown of single requests that were
+decoded while other tiers were computing.
 """
 
 from __future__ import annotations

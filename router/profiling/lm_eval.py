@@ -59,7 +59,6 @@ class Sample(BaseModel):
 
     @property
     def prompt(self) -> str:
-        """Return the last user message, or the whole prompt of a completion."""
         text = self.arguments["gen_args_0"]["arg_0"]
         if isinstance(text, str):
             return text
@@ -148,7 +147,6 @@ def _tier(results: Path) -> TierName:
 
 
 def _judged(tier: TierName, path: Path, known: Mapping[str, Known]) -> Iterator[Judged]:
-    """Read one task's samples; of several filters the first counts."""
     task, first = path.name.removeprefix("samples_").rpartition("_")[0], None
     kind = next((known[pattern] for pattern in known if fnmatchcase(task, pattern)), None)
     if kind is None:

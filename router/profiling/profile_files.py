@@ -54,7 +54,6 @@ def keep_latency(folder: Path, profile: LatencyProfile) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file atomically: a running router may read it at any moment."""
     part = path.with_suffix(".part")
     try:
         part.write_text(text, "utf-8")

@@ -41,7 +41,6 @@ async def passes(answer: str, test: str) -> bool:
 
 
 def run(code: str, test: str, seconds: float = WALL_S) -> bool:
-    """Do as ``passes`` does, in this thread."""
     token = secrets.token_hex(16).encode()
     job = json.dumps([code, test]).encode() + b"\n" + token
     command = [sys.executable, "-I", "-S", "-X", "utf8", str(SANDBOX)]

@@ -232,7 +232,6 @@ class SafeCode(EvalWithCompoundTypes):  # type: ignore[misc]  # it has no types
 
 
 def _parse(text: str) -> ast.Module:
-    """Parse a fenced block, or else the whole text, or else its first function."""
     if block := FENCE.search(text):
         return ast.parse(dedent(block[1]))
     try:

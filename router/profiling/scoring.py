@@ -7,9 +7,8 @@ Some answers are scored as well, by one prefill of the reference with vLLM's ``p
 much changes, not whether it gets worse (arXiv 2606.19558):
 
 - Disagreement: the share of a tier's tokens that are not the reference's first choice at that position.
-- KL: divergence of the reference's next-token distribution P from the tier's Q, in nats. Only the ``TOP_K`` likeliest
-  tokens of each are known, so both are coarsened to the tokens that both lists have and one rest. Coarsening never raises
-  a KL divergence (data processing inequality), so the figure is a lower bound.
+- KL: divergence of the reference's next-token distribution P from the tier's Q, in nats. Of the ``TOP_K`` likeliest tokens
+  both are coarsened to those that both lists have and one rest, so the figure is a lower bound (data processing inequality).
 - Regret: the reference's log-probability of its own first choice less that of the tier's token.
 """
 

@@ -36,7 +36,6 @@ class Task(Frozen):
 
     @cached_property
     def digest(self) -> str:
-        """Name what decides the answer and whether it is right."""
         decides = self.model_dump(include={"prompt", "system", "max_tokens", "check"}, by_alias=True)
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 

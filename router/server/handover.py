@@ -109,7 +109,6 @@ async def handing_over(
 
 @contextmanager
 def _control_socket(path: Path) -> Iterator[socket.socket]:
-    """Listen on a socket that only this user may open."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     control.setblocking(False)
@@ -169,7 +168,6 @@ class _Handover:
                             other.send(TAKEN)
 
     async def _other_is_ready(self, connection: socket.socket) -> bool:
-        """Hand over the socket; tell whether the new router gets ready."""
         loop = asyncio.get_running_loop()
         connection.setblocking(False)
         _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))

@@ -114,10 +114,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         # They refer to this connection: without them its memory is freed without a garbage collection.
         self._client = self.cycle = None  # type: ignore[assignment]
 
-    def data_received(self, data: bytes) -> None:
-        """Read data within the bounds; discard what a refused client still sends."""
+    def data_received(self, data: bytes) -> None:  # noqa: C901  a branch a bound
         if self._leaving:
-            self._discard(data)
+            self._discarded += len(data)
+            self._heard = self.loop.time()
+            if self._discarded > LINGER_BYTES:
+                self.transport.abort()
             return
         part = self._part
         self._unset_keepalive_if_required()
@@ -132,25 +134,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return
         self._fed = self._fed + len(data) if part == self._part else 0
         if self._in_body:
-            self._take_body()
+            if self._fed <= FRAMING * self.bounds.max_body_bytes + self.bounds.max_header_bytes:
+                self._expect()
+            elif self.cycle.response_complete:  # a second answer would be taken for the next request's
+                self._leave(self.bounds.body_timeout_s)
+            else:
+                self._refuse(BodyTooLargeError(self.bounds.max_body_bytes))
         elif self._fed > self.bounds.max_header_bytes:
             self._refuse(HeadTooLargeError(self.bounds.max_header_bytes, MAX_HEADERS))
         elif self.cycle is None or self.cycle.response_complete:
             self._expect()
-
-    def _discard(self, data: bytes) -> None:
-        self._discarded += len(data)
-        self._heard = self.loop.time()
-        if self._discarded > LINGER_BYTES:
-            self.transport.abort()
-
-    def _take_body(self) -> None:
-        if self._fed <= FRAMING * self.bounds.max_body_bytes + self.bounds.max_header_bytes:
-            self._expect()
-        elif self.cycle.response_complete:  # a second answer would be taken for the next request's
-            self._leave(self.bounds.body_timeout_s)
-        else:
-            self._refuse(BodyTooLargeError(self.bounds.max_body_bytes))
 
     def _ignore_upgrade(self, rest: bytes) -> None:
         """Read a request without its wish for an upgrade (RFC 9110, section 7.8), for which the parser skips the body."""

@@ -1,11 +1,8 @@
 """Returns free memory to the operating system, freezes startup objects (``gc.freeze``) and collects garbage seldom.
 
-Startup objects live as long as the router: a collection that traverses them delays every stream by tens of milliseconds. So
-does one that traverses the objects of many open streams. CPython 3.11 takes an object off the count of new ones whenever any
-object is freed, so that the youngest generation holds all that the open streams have made since the last collection.
-Requests leave no cycles behind (``tests/unit/server/test_memory.py``), and a few are not worth such a pause each second.
-glibc's allocator keeps free memory that lies between blocks in use: without ``malloc_trim(3)`` a router's resident set
-grows over hours, and does not shrink after many large bodies.
+A collection that traverses startup objects, or those of many open streams, delays every stream by tens of milliseconds.
+Requests leave no cycles behind (``tests/unit/server/test_memory.py``). glibc's allocator keeps free memory between blocks in
+use: without ``malloc_trim(3)`` a router's resident set grows over hours, and does not shrink after many large bodies.
 """
 
 from __future__ import annotations
@@ -37,7 +34,6 @@ async def keep_handing_back() -> None:
 
 @cache
 def malloc_trim() -> Callable[[int], int] | None:
-    """Return what hands free memory back to the system, if the C library can."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError):  # not glibc

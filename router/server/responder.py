@@ -1,8 +1,7 @@
 """One request's answer, on its way to the client: what the application sends becomes HTTP/1.1 here.
 
-uvicorn writes head and body apart, checks each header by two patterns, and tells of a client that leaves only to who waits
-for a message. Here a head goes out with the first part of its body, bytes of a body can be written without a message, and a
-request that asks for it is cancelled when its client leaves.
+Other than in uvicorn, a head goes out with the first part of its body, bytes of a body can be written without a message,
+and a request that asks for it is cancelled when its client leaves.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ class Responder:
             self.task.cancel()
 
     async def respond(self, message: Any) -> None:
-        """Send a message of the application, its head through the layers around it."""
         if message["type"] == "http.response.body":
             await self.send(message)
             self.complete = not message.get("more_body", False)

@@ -159,5 +159,4 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to ``end_on_signals``."""
         yield

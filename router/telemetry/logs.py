@@ -323,5 +323,4 @@ class TextFormatter(logging.Formatter):
 
 
 def escaped(text: str) -> str:
-    """Return a text without control characters, which would reach a terminal."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

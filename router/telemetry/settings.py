@@ -54,5 +54,4 @@ class TelemetrySettings(Section, reloads=frozenset({"record_prompts", "log_level
     )
 
     def trace_address(self, trace_id: str) -> str | None:
-        """Return the address of a trace in the viewer; None: no viewer is known."""
         return self.trace_url.replace(TRACE_ID, trace_id) or None

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from random import Random
 from typing import Any
 
 from opentelemetry import propagate, trace
@@ -32,24 +33,11 @@ from router.telemetry.settings import TelemetrySettings
 from tiers.spec import OtlpTarget, TierName
 
 log = logging.getLogger(f"qarr.{__name__}")
-BUFFER_BYTES = 4096  # taken from the system at a time: its call costs a twentieth of a request
+_RANDOM = Random()  # noqa: S311  as OpenTelemetry's own ids: no secrets
 
 
-class _Buffer:
-    """Random bytes of the system that are not used yet. One event loop owns it."""
-
-    def __init__(self) -> None:
-        self._digits, self._next = "", 0
-
-    def draw(self, digits: int) -> str:
-        start, end = self._next, self._next + digits
-        if end > len(self._digits):
-            self._digits, start, end = os.urandom(BUFFER_BYTES).hex(), 0, digits
-        self._next = end
-        return self._digits[start:end]
-
-
-random_hex = _Buffer().draw
+def random_hex(digits: int) -> str:
+    return f"{_RANDOM.getrandbits(4 * digits):0{digits}x}"
 
 
 SERVICE = "qarr-router"
@@ -174,7 +162,6 @@ class Telemetry:
         _note("qarr.continuation", {"qarr.replica": broken, **went_on, "error.type": error_name(error)})
 
     def live_check(self, kind: PromptClass, tier: TierName) -> AbstractContextManager[Span]:
-        """Span over the scoring of one live prompt; a trace of its own."""
         attributes = {"qarr.class": kind.value, "qarr.tier": tier}
         return self._tracer.start_as_current_span("live check", Context(), attributes=attributes)
 

@@ -97,7 +97,6 @@ class Upstream:
         self.use(options)
 
     def use(self, options: UpstreamSettings) -> None:
-        """Take new settings; attempts that have begun keep their timeouts."""
         self._options = options
         self._retries = RetryBudget(options.retry_share, options.retry_reserve)
         limits = {"connect": options.connect_timeout_s, "pool": options.connect_timeout_s}
@@ -279,12 +278,14 @@ def lease_for(
     fleet: Fleet, tier: TierName, query: Query, exclude: Collection[str], *, over_limit: bool = False
 ) -> Lease | None:
     """Return a slot for a request on a tier, apart from replicas to exclude; None: there is none."""
+    if query.precisions is not None:
+        exclude = [*exclude, *(r.id for r in fleet.replicas if not query.takes(r.spec))]
     return fleet.lease(
         tier,
         prompt_tokens=query.tokens_to_read,
         max_tokens=query.max_tokens,
         sequences=query.sequences,
-        exclude=[*exclude, *query.barred(fleet.replicas)] if query.precisions is not None else exclude,
+        exclude=exclude,
         over_limit=over_limit,
         prefix=query.prefix,
     )
@@ -342,8 +343,7 @@ def _translated(error: BaseException, limit_s: float, *, streamed: bool) -> Base
             return EngineUnreachableError(f"no first token within {limit_s:g} s")
         return EngineTooSlowError(f"no whole answer within {limit_s:g} s; a streamed one may take longer")
     if isinstance(error, httpx.HTTPError):
-        why = f": {error}" if isinstance(error, httpx.ConnectError) else f" ({type(error).__name__})"
-        return EngineUnreachableError(f"no connection{why}")
+        return EngineUnreachableError(f"no answer: {error}")
     return error
 
 
@@ -377,7 +377,6 @@ def _said(body: bytes) -> dict[str, Any] | None:
 
 
 def _retry_after(response: httpx.Response) -> float | None:
-    """Return the seconds that an answer asks to wait (RFC 9110, section 10.2.3)."""
     given = response.headers.get("retry-after", "").strip()
     if given.isdecimal():
         return float(given[:9])

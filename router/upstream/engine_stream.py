@@ -136,7 +136,6 @@ class EngineAnswer(ABC):
             await self.abandon(error)
 
     async def abandon(self, error: BaseException | None) -> None:
-        """End this engine's part of it. Only the first call counts."""
         if self._closed:
             return
         self._closed = True
@@ -159,7 +158,6 @@ class EngineAnswer(ABC):
         await self._body.aclose()
 
     def _note_usage(self, usage: Mapping[str, Any]) -> None:
-        """Take the engine's counts in the place of those of its chunks."""
         self.usage = dict.fromkeys(USAGE, 0)
         for name in USAGE:
             self.usage[name] = int(usage.get(name) or 0)
@@ -255,7 +253,6 @@ class EngineStream(EngineAnswer):
         return True
 
     async def _read(self) -> None:
-        """Take the engine's bytes as they come, until no more are wanted for now."""
         try:
             ended = await self._body.pump(self.feed)
         except httpx.ReadTimeout:
@@ -272,8 +269,9 @@ class EngineStream(EngineAnswer):
         for chunk in chunks:
             if chunk.usage:
                 self._note_usage(chunk.usage)
-            tokens += len(chunk.token_ids) or bool(chunk.text or chunk.other or chunk.finish_reason)
-            self._shown = self._shown or chunk.visible
+            shows = bool(chunk.text or chunk.other or chunk.finish_reason)
+            tokens += len(chunk.token_ids) or shows
+            self._shown = self._shown or shows
             self.finish_reason = chunk.finish_reason or self.finish_reason
         if self.resumable:
             self._unnoted += chunks

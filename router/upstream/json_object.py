@@ -10,12 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from json.encoder import encode_basestring_ascii
 from typing import Any, NoReturn
 
 import msgspec
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
 MOST_NESTED = 200  # lists and objects within one another, as the parser of our own bodies (jiter) and vLLM's allow
 
@@ -91,22 +90,27 @@ class JsonObject:
         try:
             return _MEMBERS.decode(self.raw)
         except msgspec.DecodeError:
-            return {key: json.dumps(value).encode() for key, value in self.values.items()}
+            return {key: msgspec.Raw(json.dumps(value).encode()) for key, value in self.values.items()}
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(key, default)
 
     def text_of(self, key: str) -> str:
-        """Return a member's value as it is written; empty where there is none."""
         return bytes(self.members.get(key, b"")).decode()
 
     def edited(self, changes: Mapping[str, Any]) -> bytes:
         """Return the object as JSON with members replaced, added, or, by None, left out; ``bytes`` are JSON already."""
-        members = {key: value for key, value in self.members.items() if key not in changes}
+        members = dict(self.members)
         for key, value in changes.items():
+            members.pop(key, None)
             if value is not None:
-                members[key] = value if isinstance(value, bytes) else to_json(value)
-        return b"{%b}" % b",".join(b"%b:%b" % (encode_basestring_ascii(k).encode(), v) for k, v in members.items())
+                members[key] = msgspec.Raw(value) if isinstance(value, bytes) else value
+        try:
+            return msgspec.json.encode(members)
+        except UnicodeEncodeError:  # a key with a lone surrogate
+            return b"{%b}" % b",".join(
+                json.dumps(key).encode() + b":" + msgspec.json.encode(value) for key, value in members.items()
+            )
 
 
 def _decoded(body: bytes) -> Any:

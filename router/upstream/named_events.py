@@ -123,7 +123,6 @@ def read_response(content: bytes) -> WholeAnswer | None:
 
 
 def _data_of(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
-    """Return what an event holds, decoded; None for a comment."""
     if raw.startswith(b":"):
         return None
     head, found, text = raw.partition(b"data:")

@@ -2,9 +2,8 @@
 
 Nothing of the caller's headers goes there, no trace context and no id. What the server says of an error is not read.
 
-It is asked the members of a request that mean the same at any server of OpenAI's API. What is the router's own or names the
-caller is left out, and so is a parameter of vLLM's whose value changes nothing. With any other member the request cannot be
-asked elsewhere: a server may refuse it, or leave it out without a word.
+It is asked the members of a request that mean the same at any server of OpenAI's API; what is the router's own or names the
+caller is left out. A request with any other member, unless its value changes nothing, cannot be asked elsewhere.
 """
 
 from __future__ import annotations
@@ -182,7 +181,6 @@ class OverflowClient:
         self.use(options, times)
 
     def use(self, options: OverflowSettings, times: UpstreamSettings) -> None:
-        """Take new settings; requests that have begun keep theirs."""
         self._options, self._times, self.name = options, times, options.shown_name
         self._breaker = Breaker(times.breaker)
         self._replica = OverflowServer(self.name, TierSpec(TierName(OVERFLOW), 0, 0, options.max_in_flight, replicas=0))

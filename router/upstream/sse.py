@@ -85,11 +85,6 @@ class Chunk(Struct, frozen=True):
     blank: bool = False  # its choice says nothing at all
     last: bool = False  # it ends the stream, as ``[DONE]`` does where streams end with that
 
-    @property
-    def visible(self) -> bool:
-        """Tell whether it shows that the engine computes: text, reasoning, a tool call, or an end."""
-        return bool(self.text or self.other or self.finish_reason)
-
 
 def parse_event(raw: bytes) -> Chunk:
     """Read one event of a stream; ``EngineBrokeError``: it is no chunk of an answer, or tells of an error."""

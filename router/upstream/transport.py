@@ -138,7 +138,6 @@ class Connection(asyncio.Protocol):
         return False
 
     def close(self) -> None:
-        """Close it at once; an engine that computes for it notices, and stops."""
         self.state = ConnectionState.CLOSED
         if self._transport is not None:
             self._transport.abort()
@@ -236,7 +235,6 @@ class Connection(asyncio.Protocol):
             self.waiter.set_result(None)
 
     def eof_received(self) -> None:
-        """Note that the engine closes; ``connection_lost`` follows."""
         self.reusable = False
         if self.state is ConnectionState.IDLE:
             self.state = ConnectionState.CLOSED
@@ -542,7 +540,6 @@ def _message(request: httpx.Request) -> bytes:
 
 
 async def body_of(response: httpx.Response, limit: int | None = None) -> bytes:
-    """Read a response's body, up to about ``limit`` bytes."""
     found: list[bytes] = []
     size, body = 0, response.stream
     assert isinstance(body, Body)

@@ -463,7 +463,7 @@ class FakeEngine(Surface):
                 sent += 1
 
     async def _events(self, body: dict[str, Any], *, chat: bool) -> AsyncGenerator[bytes, None]:
-        b = self.behaviour
+        b, prompt = self.behaviour, _ids_of(body)
         b.running += 1
         computing = True
         counted = bool((body.get("stream_options") or {}).get("include_usage"))
@@ -471,11 +471,9 @@ class FakeEngine(Surface):
         wanted = bool(body.get("return_token_ids")) and b.tells_ids
         b.callers += wanted
         try:
-            given = body.get("prompt")
-            prompt = given if isinstance(given, list) and isinstance(given[0], int) else [1, 2, 3]
             if chat:
-                told = prompt if wanted else None
-                yield self._chunk({"role": "assistant", "content": ""}, None, chat=True, prompt_token_ids=told)
+                first = {"prompt_token_ids": prompt if wanted else None}
+                yield self._chunk({"role": "assistant", "content": ""}, None, chat=True, **first)
             done = self._done(body)
             pieces = b.answer[done : done + self._most(body, chat=chat)]
             written, ids, number = Detokenizer(body, b"".join(map(self._bytes, range(done)))), list[int](), done - 1
@@ -562,6 +560,11 @@ class FakeEngine(Surface):
             if isinstance(prompt, list) and body.get("stream")
             else 0
         )
+
+
+def _ids_of(body: dict[str, Any]) -> list[int]:
+    given = body.get("prompt")
+    return given if isinstance(given, list) and isinstance(given[0], int) else [1, 2, 3]
 
 
 def _measures_speed(body: dict[str, Any]) -> bool:

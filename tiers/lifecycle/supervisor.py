@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(f"qarr.{__name__}")
 POLL_S = 0.5
+MISSED = "it does not answer health checks"
 MISSED_PROBES = 3  # consecutive health checks that must fail before a running process counts as unreachable
 EXIT_NOTICE_S = 2.0  # a process closes its connections before it exits: wait this long for the exit as the reason
 ELSEWHERE_PAUSE_S = 5.0  # before an unusable engine that runs elsewhere is tried again
@@ -566,7 +567,11 @@ class Supervisor:
                     raise ProbeError(ill)
             except TierError as error:
                 missed, why = missed + 1, str(error)
+                if engine.replica.state.status is ReplicaStatus.READY:
+                    self._mark(engine.replica, ReplicaStatus.READY, f"{MISSED}: {why}")
                 continue
+            if missed and (engine.replica.state.detail or "").startswith(MISSED):
+                self._mark(engine.replica, engine.replica.state.status, None)
             missed = 0
             engine.replica.note_gauges(gauges)
             await self._judge(engine, probe, counters, moved=known is not None and counters != known)

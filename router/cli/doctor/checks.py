@@ -142,7 +142,6 @@ def judge_gpu(parts: list[str]) -> Finding:
 
 
 def disk(context: CheckContext) -> Iterator[Finding]:
-    """Check free space for checkpoints and logs, once for each file system."""
     seen: set[int] = set()
     model, engine = context.settings.model, context.settings.engine
     for name, key, folder in (("checkpoints", "model.store", model.store), ("logs", "engine.log_dir", engine.log_dir)):
@@ -322,7 +321,12 @@ def _of_a_router(port: int) -> bool:
 def running_router(context: CheckContext) -> Iterator[Finding]:
     alive, url = _get(context, "/healthz"), context.url or own_url(context.settings)
     if alive is None:
-        yield ok(f"none answers at {url} ('make up' starts one)")
+        said = f"none answers at {url}"
+        yield (
+            problem(said, "start it, or name another with --url")
+            if context.url
+            else ok(f"{said} ('make up' starts one)")
+        )
         return
     if alive.status_code != httpx.codes.OK:
         yield problem(f"{url} is no router: HTTP {alive.status_code}", "give the router's address with --url")

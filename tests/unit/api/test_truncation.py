@@ -154,7 +154,7 @@ async def test_truncation_is_asked_for_and_disclosed(tmp_path: Path) -> None:
             assert (route["truncated"], route["prompt_tokens"] <= 180) == (told, True)
         refused = await stack.client.post(f"{stack.url}/generate", json={**body, "truncate": "newest"})
         assert refused.json()["errors"] == [
-            {"field": "truncate", "problem": "input should be 'oldest' or 'middle'", "allowed": "oldest or middle"}
+            {"field": "truncate", "problem": "should be 'oldest' or 'middle'", "allowed": "oldest or middle"}
         ]
 
 

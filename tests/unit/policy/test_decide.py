@@ -490,7 +490,7 @@ def test_an_unknown_time_meets_no_bound(sla: Sla) -> None:
     assert "no tier is known to meet the SLA, fast taken" in preferred.reason
     refused = decide(query(sla=sla, require=True), fleet(), TABLE)
     assert refused.refusal is Refusal.SLA_UNMET
-    assert "its speed is not measured yet" in refused.reason
+    assert "has no measured speed yet" in refused.reason
     assert refused.retry_after_s is not None
     known = decide(query(sla=sla), fleet(speeds={BALANCED: MEASURED[BALANCED]}), TABLE)
     assert (known.tier, known.degraded) == (BALANCED, ())

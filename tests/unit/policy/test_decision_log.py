@@ -112,7 +112,7 @@ def test_a_line_that_was_cut_off_costs_no_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"kind": "other"}, "line 2 is no record of decisions: : Input tag 'other'"),
+        ({"kind": "other"}, "line 2 is no record of decisions: Input tag 'other'"),
         ({"tier": "Slow"}, "line 2 is no record of decisions: decision.tier: 1 to 32 lower-case letters"),
         ({"at": "yesterday"}, "line 2 is no record of decisions: decision.at: Input should be a valid number"),
     ],

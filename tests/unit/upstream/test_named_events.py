@@ -127,4 +127,4 @@ def test_other_answers_are_none(content: bytes) -> None:
 def test_comments_are_kept() -> None:
     for read in (read_message_event, read_response_event):
         chunk = read(b": still here")
-        assert (chunk.raw, chunk.visible) == (b": still here", False)
+        assert (chunk.raw, chunk.text) == (b": still here", "")
