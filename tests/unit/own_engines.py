@@ -101,6 +101,5 @@ async def own_engines(
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.02)
+    while not condition():
+        await asyncio.sleep(0.02)

@@ -179,9 +179,8 @@ async def sharing(redis_server: RedisServer) -> AsyncIterator[tuple[Quotas, Any]
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.02)
+    while not condition():
+        await asyncio.sleep(0.02)
 
 
 async def held(operator: Any, who: Caller) -> tuple[int, int, int]:

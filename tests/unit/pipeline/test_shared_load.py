@@ -68,9 +68,8 @@ async def admin(url: str) -> AsyncIterator[Any]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.05)
+    while not condition():
+        await asyncio.sleep(0.05)
 
 
 async def test_what_one_router_has_the_others_count(redis_server: RedisServer) -> None:

@@ -38,9 +38,8 @@ async def busy(stack: Stack) -> asyncio.Task[httpx.Response]:
 
 
 async def queued(stack: Stack, count: int) -> None:
-    async with asyncio.timeout(30):
-        while f"qarr_waiting_requests {count}.0" not in (await stack.client.get(f"{stack.url}/metrics")).text:
-            await asyncio.sleep(0.01)
+    while f"qarr_waiting_requests {count}.0" not in (await stack.client.get(f"{stack.url}/metrics")).text:
+        await asyncio.sleep(0.01)
 
 
 async def test_a_request_waits_for_a_place(tmp_path: Path) -> None:
@@ -117,10 +116,9 @@ async def test_one_key_does_not_crowd_out_another(tmp_path: Path) -> None:
 
         async def waiting(count: int) -> None:
             headers = {"authorization": f"Bearer {few}"}
-            async with asyncio.timeout(30):
-                page = ""
-                while f"qarr_waiting_requests {count}.0" not in page:
-                    page = (await stack.client.get(f"{stack.url}/metrics", headers=headers)).text
+            page = ""
+            while f"qarr_waiting_requests {count}.0" not in page:
+                page = (await stack.client.get(f"{stack.url}/metrics", headers=headers)).text
 
         asked = [asyncio.create_task(ask("many", many)) for _ in range(6)]
         await waiting(4)
@@ -219,9 +217,8 @@ async def test_a_replica_that_fails_is_left_alone_and_tried_again(tmp_path: Path
         assert "failed too often lately" in answer.headers["x-qarr-reason"]
         assert len(engine.requests) == attempts
         engine.status = 200
-        async with asyncio.timeout(30):
-            while tiers[0]["replicas"][0]["breaker"] == "open":  # until it may be tried
-                tiers = (await stack.client.get(f"{stack.url}/tiers")).json()["tiers"]
+        while tiers[0]["replicas"][0]["breaker"] == "open":  # until it may be tried
+            tiers = (await stack.client.get(f"{stack.url}/tiers")).json()["tiers"]
         assert (await stack.generate(tier="fast")).headers["x-qarr-tier"] == "fast"
         tiers = (await stack.client.get(f"{stack.url}/tiers")).json()["tiers"]
         assert tiers[0]["replicas"][0]["breaker"] == "closed"
