@@ -6,9 +6,11 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from measure import ROOT, free_port, process, wait_for
@@ -120,6 +122,11 @@ def _nginx(place: Place) -> tuple[list[str], dict[str, str]]:
     )
 
 
+def _byte_relay(place: Place) -> tuple[list[str], dict[str, str]]:
+    argv = [sys.executable, "benchmarks/byte_relay.py", str(place.port), place.engines[0].rpartition(":")[2]]
+    return argv, dict(os.environ)
+
+
 def from_index(name: str) -> Callable[[], str]:
     """Return a function that makes a peer's environment where it is missing, and returns the version in its lock."""
 
@@ -198,6 +205,7 @@ def of_checkout(checkout: Path) -> dict[str, Proxy]:
 PROXIES: dict[str, Proxy] = {
     "direct": Proxy(lambda: "the stub engine alone", None),
     "nginx": Proxy(_nginx_version, _nginx),
+    "uvloop byte relay": Proxy(lambda: f"uvloop {version('uvloop')}", _byte_relay),
     "vllm-router round_robin": Proxy(from_index("vllm-router"), _router("round_robin")),
     BASE: Proxy(from_index("vllm-router"), _router("cache_aware")),
     "smg cache_aware": Proxy(from_index("smg"), _smg),

@@ -43,7 +43,7 @@ from router.pipeline.request import Call, PromptText, RequestContext, chat_part,
 from router.policy.render import render_decision
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import EngineStream
-from router.upstream.progress import Resumption
+from router.upstream.progress import Continuable
 from router.upstream.sse import SEPARATOR, Chunk
 
 MAX_MESSAGES = 1000
@@ -194,7 +194,7 @@ def parse(content: bytes, context: RequestContext, service: Service) -> Call:
             priority=priority,
             wants_usage=True,
             chat=messages,
-            resumption=Resumption(max_tokens, sampling, priority),
+            continuable=Continuable(max_tokens, sampling, priority),
             adapter=body.adapter,
         ),  # streamed, so that an engine that stalls is noticed
         max_tokens=max_tokens,

@@ -36,7 +36,7 @@ from router.pipeline.request import (
     priority_within,
     session_of,
 )
-from router.upstream.engine_request import DEFAULT_COMPLETION, EngineRequest, messages_in, resumption_of, token_limit
+from router.upstream.engine_request import DEFAULT_COMPLETION, EngineRequest, continuable_of, messages_in, token_limit
 from router.upstream.json_object import JsonObject, as_boolean, as_integer
 
 # Header → member of the ``qarr`` object; numbers are written as such.
@@ -92,9 +92,9 @@ def parse(path: str, body: bytes, context: RequestContext, service: Service) -> 
         limit = settings.limits.default_max_tokens if chat else DEFAULT_COMPLETION
     sequences = _sequences(document, prompt, settings.limits.max_sequences, chat=chat)
     priority, streamed = priority_to_send(document, fields, context), as_boolean(document.get("stream"))
-    resumption, stream_options = None, document.get("stream_options")
+    continuable, stream_options = None, document.get("stream_options")
     if streamed:
-        resumption = resumption_of(document, priority or 0, choices=sequences, chat=chat)
+        continuable = continuable_of(document, priority or 0, choices=sequences, chat=chat)
     return Call(
         context=context,
         prompt=prompt,
@@ -108,7 +108,7 @@ def parse(path: str, body: bytes, context: RequestContext, service: Service) -> 
             priority=priority,
             wants_usage=isinstance(stream_options, dict) and as_boolean(stream_options.get("include_usage")),
             chat=messages_in(document),
-            resumption=resumption,
+            continuable=continuable,
             adapter=choice.adapter,
         ),
         max_tokens=min(max(limit, 1), MAX_COUNT),

@@ -72,7 +72,7 @@ class RelayedEvents:
             self._usage_sent = self._wants_usage
             if not self._wants_usage:
                 return None
-        if self._answer.resumable:
+        if self._answer.continuable:
             if not self._opened and raw.startswith(b"data:"):
                 self._opened = raw
             if chunk.token_ids or chunk.prompt_ids:

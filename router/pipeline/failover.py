@@ -20,11 +20,11 @@ from router.policy.decision import Decision
 from router.policy.table import PolicyStore
 from router.telemetry.tracing import Telemetry
 from router.upstream.client import Upstream
-from router.upstream.engine_request import EngineRequest, continuation
+from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import Drain, EngineStream, Feed
 from router.upstream.errors import EngineBrokeError, EngineStalledError, UpstreamError, without_trace
 from router.upstream.json_object import read_json
-from router.upstream.progress import Progress, Resumption
+from router.upstream.progress import Continuable, Progress
 from router.upstream.sse import Chunk
 from tiers.fleet import Fleet
 from tiers.replica import Replica
@@ -92,7 +92,7 @@ class _Seam:
 
     joiner: StopStringJoiner
     progress: Progress
-    resumption: Resumption
+    continuable: Continuable
     out: Feed
     begins: int  # characters of the answer before it
     sent: int  # characters of the answer so far
@@ -105,7 +105,7 @@ class _Seam:
             text = joiner.pass_on(
                 chunk.text,
                 last=chunk.finish_reason is not None,
-                ended_by="" if self.resumption.includes_stop else ended_by,
+                ended_by="" if self.continuable.includes_stop else ended_by,
             )
             self.progress.note((chunk,))
             self.sent += len(text)
@@ -133,7 +133,7 @@ class Continuation:
     failover: Failover
     decision: Decision
     request: EngineRequest
-    resumption: Resumption
+    continuable: Continuable
     progress: Progress
 
     async def relay(self, answer: EngineStream, broken: EngineBrokeError, feed: Feed, drain: Drain) -> None:
@@ -157,7 +157,7 @@ class Continuation:
             self.failover.telemetry.record_continuation(
                 failing.replica_id, part.replica_id, len(progress.output_ids), broken
             )
-            failing, seam = part, _Seam(joiner, progress, self.resumption, feed, sent, sent)
+            failing, seam = part, _Seam(joiner, progress, self.continuable, feed, sent, sent)
             try:
                 while not await part.flow(seam.feed) and joiner.stopped is None:
                     await drain()
@@ -171,10 +171,10 @@ class Continuation:
         """Settle the answer, and return what joins the next part to it; None if that cannot be done safely."""
         if not await self._settle(sent, failed):
             return None
-        text, resumption = self.progress.text, self.resumption
-        joiner = StopStringJoiner(text[:sent], text[sent:], resumption.stops, include=resumption.includes_stop)
+        text, continuable = self.progress.text, self.continuable
+        joiner = StopStringJoiner(text[:sent], text[sent:], continuable.stops, include=continuable.includes_stop)
         # With min_tokens, nobody knows whether a stop string that was passed over counts.
-        return None if joiner.passed_over and resumption.min_tokens else joiner
+        return None if joiner.passed_over and continuable.min_tokens else joiner
 
     def _rounds(self, tried: Collection[str], failing: str, broken: EngineBrokeError) -> list[Collection[str]]:
         """Return the replicas to leave out, round by round, so that none is asked twice.
@@ -197,7 +197,7 @@ class Continuation:
         """
         progress, decision, failover = self.progress, self.decision, self.failover
         ids = [*progress.prompt_ids, *progress.output_ids]
-        done, length, most = len(progress.output_ids), len(ids), self.resumption.max_tokens
+        done, length, most = len(progress.output_ids), len(ids), self.continuable.max_tokens
         left = None if most is None else most - done
         if left is not None and left <= 0:
             return None
@@ -210,7 +210,7 @@ class Continuation:
             if length + (1 if left is None and tier is first else needed) > context:
                 continue
             most_left = left or context - length
-            asked = continuation(self.request, self.resumption, ids, done=done, left=most_left, number=number)
+            asked = _request_to_continue(self.request, self.continuable, ids, done=done, left=most_left, number=number)
             query = replace(decision.query, prompt_tokens=length, max_tokens=min(most_left, needed))
             there = replace(decision, tier=tier, query=query)
             try:
@@ -228,10 +228,10 @@ class Continuation:
         If the stream does not show such a point, engines are asked for the text: the failed one last, since only its
         connection may have failed.
         """
-        progress, resumption = self.progress, self.resumption
-        if not progress.resumable or not progress.prompt_ids:
+        progress, continuable = self.progress, self.continuable
+        if not progress.continuable or not progress.prompt_ids:
             return False
-        if resumption.stops and resumption.min_tokens > len(progress.output_ids):
+        if continuable.stops and continuable.min_tokens > len(progress.output_ids):
             return False  # it is unknown which of the next engine's tokens is the first that may complete a stop string
         every, settled = self.failover.fleet.replicas, progress.settled
         replicas = [r for r in every if r.state.status is ReplicaStatus.READY and r.id != failed]
@@ -320,3 +320,24 @@ def _readings(text: str, shown: str) -> tuple[str, ...]:
     if shown:
         return (text.removeprefix(shown),) if text.startswith(shown) else ()
     return text, " " + text  # some tokenizers drop a space where a text begins
+
+
+def _request_to_continue(
+    origin: EngineRequest, asked: Continuable, ids: Sequence[int], *, done: int, left: int, number: int
+) -> EngineRequest:
+    """Return what the next engine is asked: complete the ids of the prompt and of the output so far.
+
+    ``done`` output tokens there are, ``left`` are to come at most. ``number``: of the continuation, from 1.
+    """
+    sampling = dict(asked.sampling)
+    if "min_tokens" in sampling:
+        sampling["min_tokens"] = max(asked.min_tokens - done, 0)
+    return EngineRequest(
+        document={**sampling, "prompt": ids, "max_tokens": left},
+        path="/v1/completions",
+        operation="text_completion",
+        request_id=f"{origin.request_id}-c{number}",
+        priority=asked.priority - 1,  # above new requests of its class: its caller waits in the middle of an answer
+        adapter=origin.adapter,
+        continued_tokens=done,
+    )

@@ -157,8 +157,8 @@ class Pipeline:
             return answer
         active.slot, active.decision, active.sent = slot, slot.decision, time.monotonic()
         answer = await self.failover.upstream.open(active.decision, asked, sent_at, lease=slot.lease)
-        if isinstance(answer, EngineStream) and asked.resumption is not None:
-            rest = Continuation(self.failover, active.decision, asked, asked.resumption, answer.progress)
+        if isinstance(answer, EngineStream) and asked.continuable is not None:
+            rest = Continuation(self.failover, active.decision, asked, asked.continuable, answer.progress)
             answer.continuation = rest.relay
         return answer
 

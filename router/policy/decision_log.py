@@ -59,7 +59,7 @@ def _read_fleet(line: dict[str, Any]) -> FleetSnapshot:
         tiers = [_read_tier(tier) for tier in line["tiers"]]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no fleet ({error})") from None
-    return convert(line | {"tiers": tiers}, FleetSnapshot, dec_hook=_made)
+    return convert(line | {"tiers": tiers}, FleetSnapshot, dec_hook=lambda kind, value: kind(value))
 
 
 def _read_tier(line: dict[str, Any]) -> dict[str, Any]:
@@ -78,10 +78,6 @@ def _read_tier(line: dict[str, Any]) -> dict[str, Any]:
     return line | {"replicas": states, "output_tokens": outputs, "cached": known, "home": home}
 
 
-def _made(kind: type[Any], value: Any) -> Any:
-    return kind(value)
-
-
 def _query_line(query: Query) -> dict[str, Any]:
     """Return a query without its prefix: what replicas hold of that is in the snapshot."""
     found: dict[str, Any] = to_builtins(structs.replace(query, prefix=None), enc_hook=str)
@@ -89,9 +85,8 @@ def _query_line(query: Query) -> dict[str, Any]:
     return found
 
 
-LoggedQuery = Annotated[
-    Query, PlainValidator(lambda line: convert(line, Query, dec_hook=_made)), PlainSerializer(_query_line)
-]
+_READ_QUERY = PlainValidator(lambda line: convert(line, Query, dec_hook=lambda kind, value: kind(value)))
+LoggedQuery = Annotated[Query, _READ_QUERY, PlainSerializer(_query_line)]
 LoggedFleet = Annotated[FleetSnapshot, PlainValidator(_read_fleet), PlainSerializer(_fleet_line)]
 
 

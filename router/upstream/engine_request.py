@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from pydantic_core import to_json
 
 from router.upstream.json_object import JsonObject, NotJsonError, as_integer
-from router.upstream.progress import Resumption
+from router.upstream.progress import Continuable
 from router.upstream.sse import COMPLETION_FORMAT, AnswerFormat
 from tiers.replica import Replica
 
@@ -53,7 +53,9 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     wants_usage: bool = False  # whether an answer without token counts is not complete
     counts: bool = True  # whether to ask for token counts at the end of a stream
     chat: Sequence[Any] | None = None  # its messages, where the same could be asked of another tier; None where not
-    resumption: Resumption | None = None  # what another engine needs to go on with a broken answer; None where none may
+    continuable: Continuable | None = (
+        None  # what another engine needs to go on with a broken answer; None where none may
+    )
     adapter: str | None = None  # the LoRA adapter that answers; None: the model itself
     continued_tokens: int = 0  # of the answer so far, where this goes on with one
 
@@ -67,8 +69,8 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
         """Return a request of our own for so many output tokens; a caller's body says itself what it wants."""
         if isinstance(self.document, JsonObject) or self.document["max_tokens"] == max_tokens:
             return self
-        resumption = None if self.resumption is None else replace(self.resumption, max_tokens=max_tokens)
-        return replace(self, document={**self.document, "max_tokens": max_tokens}, resumption=resumption)
+        continuable = None if self.continuable is None else replace(self.continuable, max_tokens=max_tokens)
+        return replace(self, document={**self.document, "max_tokens": max_tokens}, continuable=continuable)
 
     def body(self, replica: Replica) -> bytes:
         """Return the body for one replica; in a caller's, all values that are not changed are the caller's bytes."""
@@ -86,7 +88,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
             changes["priority"] = self.priority
         if self.streamed and self.counts and (options := self._stream_options(document)) is not None:
             changes["stream_options"] = options
-        if self.resumption is not None:
+        if self.continuable is not None:
             changes["return_token_ids"] = True
         return document.edited(changes)
 
@@ -109,28 +111,7 @@ def messages_in(document: JsonObject) -> Sequence[Any] | None:
     return messages if isinstance(messages, list) and document.get("tools") is None else None
 
 
-def continuation(
-    origin: EngineRequest, asked: Resumption, ids: Sequence[int], *, done: int, left: int, number: int
-) -> EngineRequest:
-    """Return what the next engine is asked: complete the ids of the prompt and of the output so far.
-
-    ``done`` output tokens there are, ``left`` are to come at most. ``number``: of the continuation, from 1.
-    """
-    sampling = dict(asked.sampling)
-    if "min_tokens" in sampling:
-        sampling["min_tokens"] = max(asked.min_tokens - done, 0)
-    return EngineRequest(
-        document={**sampling, "prompt": ids, "max_tokens": left},
-        path="/v1/completions",
-        operation="text_completion",
-        request_id=f"{origin.request_id}-c{number}",
-        priority=asked.priority - 1,  # above new requests of its class: its caller waits in the middle of an answer
-        adapter=origin.adapter,
-        continued_tokens=done,
-    )
-
-
-def resumption_of(document: JsonObject, priority: int, *, choices: int, chat: bool) -> Resumption | None:
+def continuable_of(document: JsonObject, priority: int, *, choices: int, chat: bool) -> Continuable | None:
     """Return what continuing the streamed answer of a request needs; None where it must not be continued."""
     form = document.get("response_format")
     plain = form is None or (isinstance(form, dict) and form.get("type") == "text")
@@ -145,7 +126,7 @@ def resumption_of(document: JsonObject, priority: int, *, choices: int, chat: bo
     if limit is None and not chat and "max_tokens" not in document.values:
         limit = DEFAULT_COMPLETION
     values = ((name, document.get(name)) for name in _SAMPLING)
-    return Resumption(limit, {name: value for name, value in values if value is not None}, priority)
+    return Continuable(limit, {name: value for name, value in values if value is not None}, priority)
 
 
 def token_limit(document: JsonObject, *, chat: bool) -> int | None:

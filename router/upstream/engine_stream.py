@@ -169,9 +169,8 @@ class EngineStream(EngineAnswer):
 
     def __init__(self, attempt: Attempt, request: EngineRequest) -> None:
         super().__init__(attempt)
-        resumption = request.resumption
-        self.resumable = resumption is not None  # another engine could go on from what the caller has
-        self._progress = Progress(resumption.held_back if resumption is not None else 0)
+        self.continuable = request.continuable is not None  # another engine could go on from what the caller has
+        self._progress = Progress(request.continuable.held_back if request.continuable is not None else 0)
         self._unnoted: list[Chunk] = []  # chunks that are not in ``_progress``
         # what lets another engine go on, set before the answer is relayed
         self.continuation: Callable[[EngineStream, EngineBrokeError, Feed, Drain], Awaitable[None]] | None = None
@@ -185,7 +184,7 @@ class EngineStream(EngineAnswer):
 
     @property
     def progress(self) -> Progress:
-        """Return what the caller has, if the answer is ``resumable``."""
+        """Return what the caller has, if the answer is ``continuable``."""
         if self._unnoted:
             self._progress.note(self._unnoted)
             self._unnoted.clear()
@@ -195,7 +194,7 @@ class EngineStream(EngineAnswer):
         await self._read()
         progress = self.progress
         # Until something was sent another can answer; afterwards one can go on with text alone, from the prompt's ids.
-        if not (self._shown and self.resumable and progress.prompt_ids and progress.resumable):
+        if not (self._shown and self.continuable and progress.prompt_ids and progress.continuable):
             self._parser.check()
         if not self._shown:
             raise EngineBrokeError("the engine's answer was empty")
@@ -273,7 +272,7 @@ class EngineStream(EngineAnswer):
             tokens += len(chunk.token_ids) or shows
             self._shown = self._shown or shows
             self.finish_reason = chunk.finish_reason or self.finish_reason
-        if self.resumable:
+        if self.continuable:
             self._unnoted += chunks
             if len(self._unnoted) >= NOTED_AT:
                 _ = self.progress
@@ -295,7 +294,7 @@ class EngineStream(EngineAnswer):
 
     async def _fail_over(self, broken: EngineBrokeError, feed: Feed, drain: Drain) -> None:
         progress = self.progress
-        if self.continuation is None or not self.resumable:
+        if self.continuation is None or not self.continuable:
             raise broken
         self.failed_over = True
 

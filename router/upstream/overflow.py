@@ -265,5 +265,5 @@ class OverflowClient:
 
 def _stream(begun: Attempt, request: EngineRequest) -> EngineStream:
     answer = EngineStream(begun, request)
-    answer.resumable = False
+    answer.continuable = False
     return answer

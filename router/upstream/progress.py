@@ -41,7 +41,7 @@ class Progress:
     output_ids: array[int] = field(default_factory=_no_ids)  # of all tokens that came
     told: int = 0  # characters that came
     finish_reason: str | None = None  # once it is known
-    resumable: bool = True  # whether what came so far can be continued
+    continuable: bool = True  # whether what came so far can be continued
     counted: bool = True  # whether the engine has told the tokens of all that came
     # tokens that came alone and without any text, by their number: parts of characters, and special ones
     silent: list[int] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Progress:
 
     def close(self, *, counted: bool) -> None:
         """Note that what came cannot be continued: no text, or of unknown tokens; ``counted``: these were told."""
-        self.resumable, self.counted = False, self.counted and counted
+        self.continuable, self.counted = False, self.counted and counted
 
     def rest_at(self, tokens: int, text: str) -> None:
         """Go back, or on, to where the text of so many tokens is known; another engine begins there."""
@@ -114,7 +114,7 @@ class Progress:
         return counts if prompt and self.counted else {}
 
 
-class Resumption(Struct, frozen=True):
+class Continuable(Struct, frozen=True):
     max_tokens: int | None  # output tokens in all; None: as many as the context leaves
     sampling: Mapping[str, Any]  # members of a completion's body that say how tokens are chosen
     priority: int  # for vLLM's scheduler, lower first

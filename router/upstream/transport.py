@@ -261,7 +261,6 @@ class Connection(asyncio.Protocol):
             raise httpx.RemoteProtocolError("a second answer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; those after the body (trailers) say nothing that an engine's answer needs."""
         if not self.status:
             self.headers.append((name, value))
 

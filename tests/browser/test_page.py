@@ -400,7 +400,7 @@ async def test_expected_losses_are_a_table(tmp_path: Path, opened: Opened) -> No
             await expect(code(page)).to_contain_text("1 in 25 over the cap ≤ 1 in 8, published✓ 1 in 250 ≤ 1 in 84")
         await measured(stack, folder)
         async with opened(stack.url) as page:
-            await expect(code(page)).to_contain_text("1 in 12 over the cap 1 in 6\u2013235, of 40✓ 1 in 264")
+            await expect(code(page)).to_contain_text("1 in 12 over the cap 1 in 6\u2013235, of 40 answers✓ 1 in 264")
             await expect(page.locator("#quality")).not_to_contain_text("qarr profile quality")
             await page.get_by_label("Prompt", exact=True).fill("Write a Python function that sorts dicts by a key.")
             await expect(page.locator("#decision .verdicts")).to_contain_text("1 in 12 1 in 6\u2013235, of 40")

@@ -65,10 +65,7 @@ async def own_engines(
     gib: float = 1,
     **options: Any,
 ) -> AsyncIterator[Own]:
-    """Start one engine for each tier, and wait until they are ready, or have failed; ``gib``: KV cache of each.
-
-    The machine seems to have memory for them: fakes need little, whatever the machine has.
-    """
+    """Start one engine for each tier, wait until all are ready, or have failed; ``gib``: KV cache of each, which is there."""
     memory = psutil.virtual_memory()
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=32 << 30))
     python = tmp_path / "python"

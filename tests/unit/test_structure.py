@@ -23,14 +23,14 @@ FORBIDDEN = {
 }
 LONGEST_FUNCTION = 60
 # They only go down: who adds lines, words or a setting takes others away.
-CEILINGS = {"router": 22_999, "tests": 40_357, "words": 26_038, "settings": 108}
+CEILINGS = {"router": 22_996, "tests": 40_357, "words": 26_038, "settings": 108}
 # Of a streamed request, as scripts/structure.py counts it.
 PATH = {
     "modules a streamed request passes": 34,
-    "own functions a streamed request passes": 189,
-    "calls of own functions in a request of 20 chunks": 436,
-    "own functions for each chunk": 9,
-    "calls of own functions for each chunk": 9,
+    "own functions a streamed request passes": 163,
+    "calls of own functions in a request of 20 chunks": 344,
+    "own functions for each chunk": 7,
+    "calls of own functions for each chunk": 7,
     "deepest stack of own functions": 18,
     "deepest stack for a chunk": 4,
 }
@@ -84,6 +84,9 @@ def test_the_house_stays_small_and_its_documents_true() -> None:
     named = re.findall(r"`((?:classifier|tiers|router)/[\w/]+(?:\.py|/))`", (ROOT / "ARCHITECTURE.md").read_text())
     assert len(named) > 15
     assert [name for name in named if not (ROOT / name).exists()] == []
+    methods = re.findall(r"`([A-Z]\w+)\.(\w+)`", (ROOT / "ARCHITECTURE.md").read_text())
+    code = [path.read_text("utf-8") for path in (ROOT / "router").rglob("*.py")]
+    assert [m for m in methods if not any(f"class {m[0]}" in text and f"def {m[1]}(" in text for text in code)] == []
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     files = [ROOT / name for name in tracked if name.endswith((".txt", ".in", ".toml", ".md", ".py", "Makefile"))]
     there = [f for f in files if f.exists() and f.name != "test_structure.py"]

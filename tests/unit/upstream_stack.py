@@ -23,7 +23,7 @@ from router.telemetry.tracing import Telemetry
 from router.upstream.client import Upstream
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import EngineStream
-from router.upstream.progress import Resumption
+from router.upstream.progress import Continuable
 from router.upstream.sse import Chunk
 from router.upstream.transport import EngineTransport
 from tests.fakes.engine import Behaviour, FakeEngine
@@ -40,7 +40,7 @@ HI = EngineRequest(
     priority=0,
     wants_usage=True,
     chat=[{"role": "user", "content": "hi"}],
-    resumption=Resumption(100, {"temperature": 0.0}, 0),
+    continuable=Continuable(100, {"temperature": 0.0}, 0),
 )
 
 

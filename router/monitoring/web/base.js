@@ -90,7 +90,7 @@ function loss(share) {
 /** The interval of such a share, and how many measured answers it rests on. */
 function lossBasis(low, high, answers) {
   const within = low < 0.001 ? `≤ ${loss(high)}` : high > 0.4 ? `${loss(low)} to ${loss(high)}` : `1 in ${count(Math.round(1 / high))}–${count(Math.round(1 / low))}`;
-  return el("small", { title: answers ? `95 % interval, measured on ${plural(answers, "answer")}` : "95 % interval of what is published" }, ` ${within}, ${answers ? `of ${count(answers)}` : "published"}`);
+  return el("small", { title: answers ? `95 % interval of what is published, and ${plural(answers, "answer")} measured` : "95 % interval of what is published" }, ` ${within}, ${answers ? `of ${plural(answers, "answer")}` : "published"}`);
 }
 
 const cost = (seconds) => (known(seconds) ? `${fixed(seconds, seconds < 10 ? 2 : 1)} s` : NONE);

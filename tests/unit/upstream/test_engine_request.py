@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from router.upstream.engine_request import EngineRequest, resumption_of
+from router.upstream.engine_request import EngineRequest, continuable_of
 from router.upstream.json_object import JsonObject
-from router.upstream.progress import Resumption
+from router.upstream.progress import Continuable
 from tiers.replica import Replica
 from tiers.spec import TierName, TierSpec
 
@@ -68,7 +68,7 @@ def test_every_stream_is_asked_for_its_token_counts(given: Any, *, wants_usage: 
 
 def test_token_ids_are_asked_for_where_failover_needs_them() -> None:
     assert "return_token_ids" not in json.loads(relay(CHAT).body(replica()))
-    asked = replace(relay(CHAT), resumption=Resumption(10, {}, 0))
+    asked = replace(relay(CHAT), continuable=Continuable(10, {}, 0))
     assert json.loads(asked.body(replica()))["return_token_ids"] is True
 
 
@@ -91,26 +91,26 @@ def test_what_traces_are_told_are_numbers() -> None:
 )
 def test_what_cannot_be_taken_over_halfway_is_not_continued(more: dict[str, Any]) -> None:
     document = JsonObject.parse(json.dumps({**CHAT, **more}).encode())
-    assert resumption_of(document, 0, choices=1, chat=True) is None
+    assert continuable_of(document, 0, choices=1, chat=True) is None
 
 
 def test_what_continues_an_answer_is_how_its_tokens_were_chosen() -> None:
     body = {**CHAT, "max_tokens": 7, "max_completion_tokens": 5, "top_p": 0.5, "stop": ["END"], "user": "me"}
     document = JsonObject.parse(json.dumps(body).encode())
-    assert resumption_of(document, -1, choices=1, chat=True) == Resumption(5, {"stop": ["END"], "top_p": 0.5}, -1)
-    assert resumption_of(document, -1, choices=2, chat=True) is None
+    assert continuable_of(document, -1, choices=1, chat=True) == Continuable(5, {"stop": ["END"], "top_p": 0.5}, -1)
+    assert continuable_of(document, -1, choices=2, chat=True) is None
     plain = JsonObject.parse(b'{"prompt": "a", "response_format": {"type": "text"}}')
-    assert resumption_of(plain, 0, choices=1, chat=False) == Resumption(16, {}, 0), "OpenAI's and vLLM's default"
+    assert continuable_of(plain, 0, choices=1, chat=False) == Continuable(16, {}, 0), "OpenAI's and vLLM's default"
 
 
 def test_a_prompt_is_always_streamed_from_its_engine() -> None:
     """So a stalled engine is noticed, and the answer can go on elsewhere."""
     document = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "temperature": 0.5}
-    asked = EngineRequest(document=document, request_id="r", priority=-1, resumption=Resumption(9, {}, -1))
+    asked = EngineRequest(document=document, request_id="r", priority=-1, continuable=Continuable(9, {}, -1))
     sent = json.loads(asked.body(replica(takes_priority=False)))
     assert (sent["stream"], sent["return_token_ids"], sent["stream_options"]) == (True, True, {"include_usage": True})
     assert "priority" not in sent, "an engine without priorities would refuse it"
     assert json.loads(asked.body(replica()))["priority"] == -1
     fewer = asked.at_most(5)
-    assert (json.loads(fewer.body(replica()))["max_tokens"], fewer.resumption) == (5, Resumption(5, {}, -1))
+    assert (json.loads(fewer.body(replica()))["max_tokens"], fewer.continuable) == (5, Continuable(5, {}, -1))
     assert relay(CHAT).at_most(5) == relay(CHAT), "a caller's body says itself what it wants"

@@ -142,7 +142,7 @@ async def test_an_answer_that_may_not_go_on_elsewhere_does_not() -> None:
     async with upstream_stack(fast=Behaviour(break_after=3)) as stack:
         answer = await relayed(stack)
         answer.continuation = rest
-        assert not answer.resumable
+        assert not answer.continuable
         with pytest.raises(EngineBrokeError):
             await text_of(answer)
         await answer.aclose()

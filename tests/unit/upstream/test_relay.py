@@ -15,7 +15,7 @@ from router.upstream import transport
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import Attempt, EngineStream, OverflowHold, OverflowServer
 from router.upstream.errors import EngineBrokeError, EngineStalledError
-from router.upstream.progress import Progress, Resumption
+from router.upstream.progress import Continuable, Progress
 from router.upstream.sse import Chunk, parse_event
 from router.upstream.transport import Body, Connection
 from tests.unit.own_engines import until
@@ -23,7 +23,7 @@ from tests.unit.upstream.test_transport import connection_with_request
 from tiers.spec import TierName, TierSpec
 
 pytestmark = pytest.mark.anyio
-ASKED = EngineRequest(document={"messages": [], "max_tokens": 9}, request_id="r1", resumption=Resumption(9, {}, 0))
+ASKED = EngineRequest(document={"messages": [], "max_tokens": 9}, request_id="r1", continuable=Continuable(9, {}, 0))
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 OPENED = (
     b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,'
@@ -115,7 +115,7 @@ async def test_an_answer_is_the_same_wherever_it_is_split() -> None:
         found = reader.progress
         assert (found.text, found.output_ids, found.prompt_ids) == (noted.text, noted.output_ids, noted.prompt_ids)
         assert (found.point, found.settled) == (noted.point, noted.settled)
-        assert (found.finish_reason, found.resumable, reader.answer.complete) == ("stop", noted.resumable, True)
+        assert (found.finish_reason, found.continuable, reader.answer.complete) == ("stop", noted.continuable, True)
 
 
 async def test_a_break_at_every_byte_is_told_after_what_came() -> None:
