@@ -69,7 +69,6 @@ class Endpoint:
     resumes: bool = False  # whether ``Last-Event-ID`` goes on with a stream
 
     async def read(self, body: bytes, context: RequestContext, service: Service) -> Call:
-        """Return the call that a body asks for, cut where its caller has asked for it and it fits no context."""
         size = len(body)
         if size > LARGE_BODY:
             call = await apart(size, self.parse, body, context, service)

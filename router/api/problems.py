@@ -183,7 +183,6 @@ def is_known(error: Exception) -> bool:
 
 
 def refusal(error: Exception, path: str) -> Response:
-    """Return the answer to a request that was not read: it has ids of its own."""
     context = RequestContext(secrets.token_hex(16), secrets.token_hex(16))
     log.info("request %s: refused: %s", context.request_id, error)
     return describe(error).response(context, error_form(path))

@@ -30,7 +30,7 @@ class KeyStore:
         self._callers: dict[str, Caller] = {}  # by their keys' hashes
         self.teams: Mapping[str, TeamRecord] = {}
         self._seen: tuple[int, int, int] | None = None
-        self._next_look = 0.0
+        self._next_look, self._fault = 0.0, ""  # why the key file cannot be used
         self._load()
 
     def use(self, other: KeyStore) -> None:
@@ -53,7 +53,8 @@ class KeyStore:
     @property
     def notes(self) -> list[str]:
         away = self.tokens is not None and (self.tokens.fault or not self.tokens.in_force)
-        return ["the keys of the tokens' issuer (jwt.jwks) cannot be read"] if away else []
+        found = ["the keys of the tokens' issuer (jwt.jwks) cannot be read"] if away else []
+        return [*found, "the key file cannot be used: the keys read before stay in force"] if self._fault else found
 
     @property
     def ready(self) -> bool:
@@ -104,11 +105,15 @@ class KeyStore:
         self._next_look = now + RELOAD_S
         try:
             if _state_of(self.path) == self._seen:
+                self._fault = ""
                 return
             self._load()
         except KeysError as error:
-            log.error("%s; the keys read before stay in force", error)  # noqa: TRY400  the text says enough
+            if str(error) != self._fault:  # once, not with every request
+                log.error("%s; the keys read before stay in force", error)  # noqa: TRY400  the text says enough
+            self._fault = str(error)
             return
+        self._fault = ""
         log.info("keys read again from %s: %d in force", self.path, len(self._callers))
 
     def _load(self) -> None:

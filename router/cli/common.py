@@ -97,7 +97,6 @@ def plain(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace control characters by spaces: they would act on the terminal."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 

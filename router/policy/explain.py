@@ -9,11 +9,14 @@ from classifier import PromptClass
 from classifier.kinds import Complexity
 from router.policy.decision import SURE, Basis, Refusal
 from router.policy.losses import one_in
+from tiers.preparing import about
+from tiers.spec import ReplicaStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from router.policy.decision import Choice, Estimate, Query, Sort
+    from tiers.snapshot import TierSnapshot
     from tiers.spec import TierName
 
 CHOSEN = "chosen"
@@ -174,3 +177,50 @@ def _wrong_text(lower: Sequence[Estimate], highest: TierName) -> str:
     first, *others = lower
     wrong = f"{one_in(first.loss.mean)} answers wrong that {highest} gets right ({first.loss.basis})"
     return "; ".join([f"{first.tier} would get about {wrong}", *(f"{o.tier} {one_in(o.loss.mean)}" for o in others)])
+
+
+def obstacle_text(obstacle: Refusal, tier: TierSnapshot, query: Query) -> str:
+    """Return why a tier cannot serve a request now, to follow its name."""
+    spec = tier.spec
+    if obstacle is Refusal.NOT_ALLOWED:
+        return "is not allowed for this key" + (" over its budget" if query.over_budget else "")
+    if obstacle is Refusal.EXCLUDED:
+        allowed = f"serves {spec.precision}, and the request allows {', '.join(sorted(query.precisions or ()))} only"
+        named = query.only is None or spec.name in query.only
+        return allowed if named else "is not among the tiers that the request allows"
+    if obstacle is Refusal.NO_ADAPTER:
+        return f"does not offer the adapter {query.adapter}"
+    if obstacle is Refusal.UNSUPPORTED:
+        return f"has a draft, and with a draft vLLM does not support {query.undraftable}"
+    if obstacle is Refusal.TOO_LONG:
+        tokens = f"{query.prompt_tokens} prompt + {query.max_tokens} output tokens"
+        return f"{tokens} exceed its context of {spec.max_model_len}"
+    return _not_ready(tier) if obstacle is Refusal.NOT_READY else _full(tier, query.sequences)
+
+
+def _not_ready(tier: TierSnapshot) -> str:
+    preparing = tier.preparing
+    if preparing is None:
+        return f"is {tier.status.value}"
+    if preparing.failed is not None:
+        return "has no checkpoint: it could not be made"
+    state = "being prepared" if tier.status is ReplicaStatus.PREPARING else tier.status.value
+    return f"is {state}" + ("" if preparing.remaining_s is None else f", ready in {about(preparing.remaining_s)}")
+
+
+def _full(tier: TierSnapshot, sequences: int) -> str:
+    ready = tier.ready
+    admitting = [r for r in ready if r.breaker.admits]
+    if not admitting:
+        wait_s = min(r.breaker.admits_in_s for r in ready)
+        return f"failed too often lately and gets requests again in {wait_s:.1f} s"
+    limits = [min(r.limit, tier.spec.max_in_flight) for r in admitting]
+    free = [r for r, limit in zip(admitting, limits, strict=True) if r.slots < limit]
+    if not free:
+        return f"has all of its {sum(limits)} slots taken"
+    if all(r.slots + min(sequences, limit) > limit for r, limit in zip(admitting, limits, strict=True)):
+        return f"has too few of its {sum(limits)} slots free for {sequences} answers at the same time"
+    if all(r.kv.pressure for r in free):
+        usage = max(r.gauges.kv_cache_usage if r.gauges else 0.0 for r in free)
+        return f"has {usage:.0%} of its KV cache in use, too much for a long prompt"
+    return "has too few tokens left in its KV cache"

@@ -34,7 +34,6 @@ def _estimate(estimate: Estimate, verdict: str) -> dict[str, Any]:
 
 
 def render_loss(loss: ExpectedLoss) -> dict[str, Any]:
-    """Return an expected loss; ``answers`` 0: it is published."""
     mean, low, high = (round(part, 5) for part in (loss.mean, loss.low, loss.high))
     return {"mean": mean, "low": low, "high": high, "answers": loss.answers}
 

@@ -62,7 +62,6 @@ def bare(text: str) -> str:
 
 
 def whole(text: str) -> str:
-    """Return a pattern, in version 1, of a text that stands as whole words."""
     before, after = (regex.match(_LETTER, edge, regex.V1) is not None for edge in (text[:1], text[-1:]))
     return (f"(?<!{_LETTER})" if before else "") + regex.escape(text) + (f"(?!{_LETTER})" if after else "")
 

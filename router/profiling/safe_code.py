@@ -91,7 +91,6 @@ _DATA = (int, float, str, range, slice, SimpleNamespace, type(None), *_GROUPS)
 
 
 def size(value: Any) -> int:
-    """Return a value's size; ``TooMuchWorkError``: it is over ``MAX_SIZE``."""
     total, left = 0, [value]
     while left:
         item = left.pop()

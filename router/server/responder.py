@@ -101,7 +101,6 @@ class Responder:
             self._early.cancel()
 
     def forget(self) -> None:
-        """Forget what leads from a request that has ended back to it."""
         if self._timer is not None or self._early is not None:
             self.stop_waiting()
         self.task = self.outer = None

@@ -281,7 +281,6 @@ def _endpoint() -> str:
 
 
 def server_span() -> Span | None:
-    """Return the present request's span; None: it has none, or it has ended."""
     if _PASSED.get():  # it has no spans, which OpenTelemetry takes longer to tell
         return None
     span = trace.get_current_span()

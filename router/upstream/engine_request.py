@@ -60,7 +60,6 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     continued_tokens: int = 0  # of the answer so far, where this goes on with one
 
     def parameters(self) -> Mapping[str, float]:
-        """Return what is told of the request in traces: numbers only, never text."""
         values = ((name, self.document.get(field)) for field, name in _NUMBERS.items())
         found = {name: value for name, value in values if isinstance(value, int | float) and abs(value) < 1 << 63}
         return {**found, "qarr.continued_tokens": self.continued_tokens} if self.continued_tokens else found

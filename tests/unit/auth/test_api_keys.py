@@ -57,14 +57,14 @@ def test_a_running_store_sees_changes(keys_file: Path, monkeypatch: pytest.Monke
     assert store.find(key).name == "one"
     good = keys_file.read_bytes()
     keys_file.write_text("{")
-    assert store.find(key).name == "one"
+    assert (store.find(key).name, *store.notes) == ("one", "the key file cannot be used: the keys read before stay in force")
     keys_file.unlink()
-    assert store.required
-    assert store.find(key).name == "one"
+    assert (store.required, store.find(key).name) == (True, "one")
     keys_file.write_bytes(good)
     revoke_key(keys_file, "one")
     with pytest.raises(UnauthorizedError):
         store.find(key)
+    assert store.notes == []
 
 
 @pytest.mark.parametrize(

@@ -202,17 +202,17 @@ async def test_a_slow_request_is_no_hang(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.anyio
 async def test_an_engine_without_health_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that lives but answers nothing for long enough is killed; meanwhile it is unreachable."""
+    """A process that lives but answers nothing for long enough is killed; before, it is told, and then unreachable."""
     async with own_engines(tmp_path, monkeypatch, watchdog=WatchdogOptions(unreachable_s=0.5)) as own:
         own.supervisor._client.timeout = 0.2
-        before = own.first.state.pid
-        assert before is not None
+        before = own.first.state.pid or 0
         os.kill(before, signal.SIGSTOP)
         await until(lambda: own.first.state.status is STARTING)
         own.supervisor._client.timeout = 10
         await until(lambda: own.first.state.status is READY)
         assert own.first.state.pid != before
         assert ReplicaStatus.UNREACHABLE in {state for _, state, _ in own.seen}
+        assert any(detail.startswith("it does not answer health checks") for detail in own.details(READY))
         assert any("after: no answer to health checks for 0.5 s" in detail for detail in own.details(STARTING))
 
 
