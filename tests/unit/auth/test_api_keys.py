@@ -57,7 +57,7 @@ def test_a_running_store_sees_changes(keys_file: Path, monkeypatch: pytest.Monke
     assert store.find(key).name == "one"
     good = keys_file.read_bytes()
     keys_file.write_text("{")
-    assert (store.find(key).name, *store.notes) == ("one", "the key file cannot be used: the keys read before stay in force")
+    assert (store.find(key).name, ["key file" in note for note in store.notes]) == ("one", [True])
     keys_file.unlink()
     assert (store.required, store.find(key).name) == (True, "one")
     keys_file.write_bytes(good)
