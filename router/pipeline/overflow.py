@@ -30,7 +30,6 @@ FULL = {
     Refusal.AT_CAPACITY: "every tier that may serve this is full",
     Refusal.NOT_READY: "no tier that may serve this is ready",
 }
-AT_ONCE_MS = 1.0  # a refusal within this time was none of a request that waited
 FAILURES: dict[type[UpstreamError], str] = {
     UnsupportedError: "unsupported",
     NoSlotError: "full",
@@ -63,15 +62,16 @@ class Overflow:
         )
 
     async def open(
-        self, active: ActiveRequest, decision: Decision, asked: EngineRequest, sent_at: float, entered: float
+        self, active: ActiveRequest, decision: Decision, asked: EngineRequest, sent_at: float
     ) -> EngineAnswer | None:
         """Return the overflow's answer to a request, once it has begun; None: the refusal stands.
 
-        It was first sent, and ``entered`` the queue, at times of the monotonic clock.
+        It was first sent at ``sent_at``, by the monotonic clock.
         """
         assert decision.refusal is not None
-        waited_ms = ((now := time.monotonic()) - entered) * 1000
-        active.diverted = Diverted(self.client.name, waited_ms if waited_ms >= AT_ONCE_MS else 0.0, now)
+        journey = active.context.journey
+        waited_s = sum([ended - began for began, ended in journey.waits]) if journey is not None else 0.0
+        active.diverted = Diverted(self.client.name, waited_s * 1000, time.monotonic())
         try:
             answer = await self.client.open(asked, decision.query.sequences, sent_at)
         except UpstreamError as error:

@@ -145,13 +145,13 @@ class Pipeline:
 
     async def _answer(self, active: ActiveRequest, asked: EngineRequest, call: Call, sent_at: float) -> EngineAnswer:
         """Take a slot and open the answer; if there is no slot, open the overflow's, where that may answer."""
-        key_id, entered = active.context.caller.key_id, time.monotonic()
+        key_id = active.context.caller.key_id
         try:
             slot = await self.admission.enter(active.decision, key_id, call.options.priority)
         except RequestRefusedError as refused:
             if not self.overflow.takes(refused.decision, call):
                 raise
-            answer = await self.overflow.open(active, refused.decision, asked, sent_at, entered)
+            answer = await self.overflow.open(active, refused.decision, asked, sent_at)
             if answer is None:
                 raise
             return answer
