@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence  # noqa: TC003  pydantic reads it for the decision log
+from collections.abc import Sequence  # noqa: TC003  msgspec reads it for the decision log
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 

@@ -126,9 +126,7 @@ class Turnover:
 
     def note(self, now: float, held: int, freed: int = 0) -> None:
         """Note the slots held since the last call, and how many of them are freed now."""
-        past_s = max(now - self._at, 0.0)
-        left = 0.5 ** (past_s / HALF_LIFE_S)
-        held_s, ended = self._held_s * left + held * past_s, self._freed * left
+        held_s, ended = self._faded(now, held)
         if freed:
             memory = max(LEAST_MEMORY, held)
             kept = (1 - 1 / memory) ** freed
@@ -143,11 +141,14 @@ class Turnover:
             held: Slots held now.
             predicted_s: The result without observations; it counts less the more there are.
         """
+        held_s, freed = self._faded(now, held)
+        weight = 1 / (1 + freed)
+        return (held_s + weight * predicted_s) / (freed + weight)
+
+    def _faded(self, now: float, held: int) -> tuple[float, float]:
         past_s = max(now - self._at, 0.0)
         left = 0.5 ** (past_s / HALF_LIFE_S)
-        held_s, freed = self._held_s * left + held * past_s, self._freed * left
-        weight = 1 / (1 + freed)
-        return (held_s + weight * predicted_s) / (freed + weight)  # type: ignore[no-any-return]
+        return self._held_s * left + held * past_s, self._freed * left
 
 
 @dataclass(slots=True)

@@ -248,10 +248,7 @@ def _problem_of(error: ErrorDetails, allowed: Mapping[str, str]) -> FieldProblem
     field = ".".join(str(part)[:MOST_NAME_CHARS] for part in error["loc"])
     named = ".".join(part for part in error["loc"] if isinstance(part, str))  # without the places in lists
     if not field:
-        text = (
-            f"is {error['msg'].replace('Invalid JSON:', 'not JSON:')}" if "JSON" in error["msg"] else message_of(error)
-        )
-        return FieldProblem("body", text, "a JSON object in UTF-8")
+        return FieldProblem("body", message_of(error), "a JSON object in UTF-8")
     if error["type"] == "extra_forbidden":
         prefix = named.rpartition(".")[0]
         foreign = error["loc"][0] == "provider" and error["loc"][-1] in NOT_HERE
@@ -264,6 +261,8 @@ def _problem_of(error: ErrorDetails, allowed: Mapping[str, str]) -> FieldProblem
 def message_of(error: ErrorDetails) -> str:
     if error["type"] == "too_short" and error["msg"].endswith("not 0"):
         return "is empty"
+    if error["type"] == "json_invalid":
+        return "is not JSON" + error["msg"].removeprefix("Invalid JSON")
     message = error["msg"].removeprefix("Value error, ")
     kind, found, rest = message.partition(" should ")  # of "Input should be" and "String should have"
     return f"should {rest}" if found and kind.isalpha() else message[:1].lower() + message[1:]
