@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 SHORT, LONG = 20, 120  # chunks of the two streams that are compared
+COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>"}  # calls in Python 3.11 only (PEP 709)
 REPEATS = 5  # requests of each length; the fewest calls count, so that work in the background does not
 
 
@@ -65,9 +66,10 @@ class Calls:
         # A request's tasks have its ids; what reads its bytes has none yet.
         if _REQUEST.get() is None and not frame.f_code.co_filename.startswith(f"{ROOT / 'router/server'}/"):
             return
-        if (
-            frame.f_code.co_code[frame.f_lasti + 1] & 3
-        ):  # RESUME's argument: 0 at a call, else after an await or a yield
+        if frame.f_code.co_name in COMPREHENSIONS:
+            return
+        # RESUME's argument: 0 at a call, else after an await or a yield.
+        if frame.f_code.co_code[frame.f_lasti + 1] & 3:
             return
         self.counts[frame.f_code] += 1
         depth, outer = 1, frame.f_back

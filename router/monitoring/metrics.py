@@ -128,13 +128,13 @@ class RequestMetrics:
             if ms is not None:
                 series(kind, tier).observe(ms / 1000, trace)
         moved = served.tier is not record.decision.tier or served.attempts_failed or served.continued_on
-        if not whole or chosen is None or moved:
+        if not whole or chosen is None or chosen.times is None or moved:
             return
         first_ms = (times.ttft_ms or 0.0) - times.queue_ms - (times.overhead_ms or 0.0)
-        if chosen.predicted_ttft_ms is not None and first_ms > 0:
-            self._off(tier, "ttft").observe(abs(chosen.predicted_ttft_ms - first_ms) / first_ms)
-        if chosen.predicted_tpot_ms is not None and times.tpot_ms:
-            self._off(tier, "tpot").observe(abs(chosen.predicted_tpot_ms - times.tpot_ms) / times.tpot_ms)
+        if first_ms > 0:
+            self._off(tier, "ttft").observe(abs(chosen.times.ttft_ms - first_ms) / first_ms)
+        if times.tpot_ms:
+            self._off(tier, "tpot").observe(abs(chosen.times.tpot_ms - times.tpot_ms) / times.tpot_ms)
 
 
 def _gauge(
