@@ -17,7 +17,7 @@ from router.cli.client import RouterApiClient
 from router.cli.common import ConfigOption, print_table, with_options
 from router.deployment.settings import DEFAULT_LENGTHS
 from router.section import PROJECT, cache_dir, config_dir, runtime_dir, state_dir
-from router.settings import Settings, leaves, load_settings
+from router.settings import Settings, changes, leaves, load_settings
 
 
 def show_settings(
@@ -25,8 +25,8 @@ def show_settings(
     as_schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema, for editors.")] = False,
     config: ConfigOption = None,
 ) -> None:
-    """List settings with their defaults and meanings, after checking the file and the environment."""
-    load_settings(config)
+    """List settings with defaults and meanings, then what file and environment set; checks both."""
+    settings = load_settings(config)
     if as_schema:
         typer.echo(json.dumps(Settings.model_json_schema(), indent=2))
         return
@@ -37,6 +37,9 @@ def show_settings(
     for row in found:
         table.add_row(*(cell.replace("`", "") for cell in row))
     print_table(table, 200)
+    for change in changes(Settings(), settings):
+        if fnmatchcase(change.key, f"{name}*"):
+            typer.echo(f"here: {change.key} = {change.after}")
 
 
 @with_options

@@ -53,9 +53,8 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     wants_usage: bool = False  # whether an answer without token counts is not complete
     counts: bool = True  # whether to ask for token counts at the end of a stream
     chat: Sequence[Any] | None = None  # its messages, where the same could be asked of another tier; None where not
-    continuable: Continuable | None = (
-        None  # what another engine needs to go on with a broken answer; None where none may
-    )
+    # what another engine needs to go on with a broken answer; None where none may
+    continuable: Continuable | None = None
     adapter: str | None = None  # the LoRA adapter that answers; None: the model itself
     continued_tokens: int = 0  # of the answer so far, where this goes on with one
 

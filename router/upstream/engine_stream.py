@@ -91,9 +91,8 @@ class EngineAnswer(ABC):
         self.predicted_cached_tokens = None if lease.sent is None else lease.sent.cached
         self.ttft_ms: float | None = None
         self.usage: dict[str, int] = {}
-        self.cached_tokens: int | None = (
-            None  # of the prompt, in the prefix cache, as the engine reports; None: it did not
-        )
+        # of the prompt, in the prefix cache, as the engine reports; None: it did not
+        self.cached_tokens: int | None = None
         self.finish_reason: str | None = None
         self.error: UpstreamError | None = None
         self.overflow: str | None = None  # name of the server outside of the fleet that answers; None: a tier does

@@ -24,7 +24,6 @@ class Point(NamedTuple):
 
 BEGINNING = Point(0, 0)
 _no_ids = partial(array, "I")  # 4 bytes a token
-_at_beginning = partial(list[tuple[int, int]], (BEGINNING,))
 
 
 @dataclass(slots=True)
@@ -48,7 +47,7 @@ class Progress:
     silent: list[int] = field(default_factory=list)
     begun: Point = BEGINNING  # where the engine that computes has begun
     _written: StringIO = field(default_factory=StringIO)
-    _points: list[tuple[int, int]] = field(default_factory=_at_beginning)  # as ``Point``
+    _points: list[tuple[int, int]] = field(default_factory=lambda: [BEGINNING])  # as ``Point``
     _spoken: bool = False  # the engine that computes has sent text
 
     @property
