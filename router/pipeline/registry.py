@@ -155,7 +155,7 @@ class RequestRegistry:
             if answer.overflow is not None:
                 served = served._replace(overflow=answer.overflow)
             else:
-                parts, failed = tuple([part.tier for part in answer.parts]), answer.failed_attempts
+                parts, failed = tuple([part.tier for part in answer.parts]), answer.attempt.number
                 served = Served(answer.tier, answer.replica_id, spec.precision, spec.checkpoint_id, failed, parts)
         sla_met = None if sla.ttft_ms is None and sla.tpot_ms is None else _met(sla, outcome, ttft_ms, tpot_ms)
         kept_for = KeptFor.SLA_MISS if sla_met is False else KeptFor.RECENT

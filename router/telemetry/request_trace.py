@@ -217,7 +217,7 @@ def _hop_span(hop: Hop, arrived: float, duration_ms: float) -> dict[str, Any]:
     return _span(name, "client", began_ms, ended_ms - began_ms, attributes, events, error)
 
 
-def _span(  # noqa: PLR0917  in the order of the members
+def _span(
     name: str, kind: str, start_ms: float, duration_ms: float, attributes: dict[str, Any], events: list[dict[str, Any]],
     error: str | None,
 ) -> dict[str, Any]:  # fmt: skip

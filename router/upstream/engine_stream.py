@@ -86,7 +86,7 @@ class EngineAnswer(ABC):
 
     def __init__(self, attempt: Attempt) -> None:
         lease = attempt.lease
-        self.tier, self.sent_at, self.failed_attempts = attempt.tier, attempt.sent_at, attempt.number
+        self.attempt, self.tier, self.sent_at = attempt, attempt.tier, attempt.sent_at
         self.replica_id, self.spec, self.fingerprint = lease.replica.id, lease.replica.spec, lease.replica.fingerprint
         self.predicted_cached_tokens = None if lease.sent is None else lease.sent.cached
         self.ttft_ms: float | None = None
@@ -99,7 +99,7 @@ class EngineAnswer(ABC):
         self.parts: list[EngineStream] = []  # what other engines computed of it, in order
         self.complete = False
         self.output_tokens = 0  # the engine's count, or until that comes what its chunks tell
-        self._attempt, self._body = attempt, cast("Body", attempt.response.stream)
+        self._body = cast("Body", attempt.response.stream)
         self._first_at = self._last_at = 0.0
         self._closed = False
 
@@ -112,7 +112,7 @@ class EngineAnswer(ABC):
 
     @property
     def media_type(self) -> str | None:
-        raw = self._attempt.response.headers.raw
+        raw = self.attempt.response.headers.raw
         return next((value.decode("latin-1") for name, value in raw if name.lower() == b"content-type"), None)
 
     @property
@@ -121,7 +121,7 @@ class EngineAnswer(ABC):
 
         Of several sequences, which an engine computes at the same time, as if they were equally long.
         """
-        tokens = self.usage.get("completion_tokens", 0) / self._attempt.lease.sequences
+        tokens = self.usage.get("completion_tokens", 0) / self.attempt.lease.sequences
         if self.ttft_ms is None or tokens < 2:  # noqa: PLR2004
             return None
         return (self._last_at - self._first_at) * 1000 / (tokens - 1)
@@ -138,7 +138,7 @@ class EngineAnswer(ABC):
         if self._closed:
             return
         self._closed = True
-        lease, usage, tpot_ms = self._attempt.lease, self.usage, self.tpot_ms
+        lease, usage, tpot_ms = self.attempt.lease, self.usage, self.tpot_ms
         if self.complete:
             lease.finished(tpot_ms, usage.get("completion_tokens", 0), self.cached_tokens)
         elif isinstance(error, UpstreamError):
@@ -153,7 +153,7 @@ class EngineAnswer(ABC):
             "qarr.cached_prompt_tokens": self.predicted_cached_tokens,
             "qarr.tpot_ms": tpot_ms,
         }
-        end_hop(self._attempt.hop, error, found)
+        end_hop(self.attempt.hop, error, found)
         await self._body.aclose()
 
     def _note_usage(self, usage: Mapping[str, Any]) -> None:
@@ -197,7 +197,7 @@ class EngineStream(EngineAnswer):
             self._parser.check()
         if not self._shown:
             raise EngineBrokeError("the engine's answer was empty")
-        attempt = self._attempt
+        attempt = self.attempt
         self._body.limit_reads(attempt.token_timeout_s)
         self._first_at = self._last_at = now = time.monotonic()
         attempt.hop.first_token_at = now
@@ -246,7 +246,7 @@ class EngineStream(EngineAnswer):
             return False
         if self.finish_reason is None:
             raise EngineBrokeError("the engine's stream ended without a finish reason")
-        self._body.expect_end()
+        self._body.over = True  # once the end is there, the connection can be used again
         self.complete = True
         return True
 
@@ -254,7 +254,7 @@ class EngineStream(EngineAnswer):
         try:
             ended = await self._body.pump(self.feed)
         except httpx.ReadTimeout:
-            raise EngineStalledError(f"the engine sent no token for {self._attempt.token_timeout_s:g} s") from None
+            raise EngineStalledError(f"the engine sent no token for {self.attempt.token_timeout_s:g} s") from None
         except httpx.HTTPError as error:
             raise EngineBrokeError("the engine's connection broke off") from without_trace(error)
         if ended and not self._parser.ended:
@@ -284,7 +284,7 @@ class EngineStream(EngineAnswer):
             return not parser.ended
         if tokens:
             self._last_at = time.monotonic()
-            self._attempt.lease.produced(tokens)
+            self.attempt.lease.produced(tokens)
         try:
             return self._out(chunks) and not parser.ended
         except Exception as error:  # noqa: BLE001  raised in ``flow``: the engine's connection is not to blame
@@ -321,7 +321,7 @@ class BufferedAnswer(EngineAnswer):
 
     async def begin(self) -> None:
         try:
-            self.content = await body_of(self._attempt.response, MAX_ANSWER_BYTES)
+            self.content = await body_of(self.attempt.response, MAX_ANSWER_BYTES)
         except httpx.ReadTimeout:
             raise
         except httpx.HTTPError as error:

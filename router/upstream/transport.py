@@ -39,110 +39,114 @@ class ConnectionState(Enum):
     CLOSED = "closed"
 
 
-class Connection(asyncio.Protocol):
-    """One connection to an engine; it carries one request at a time.
+class Body(httpx.AsyncByteStream):
+    """One answer as it comes: httptools writes it, its reader takes it. Close it, unless it is read to its end.
+
+    Reading it raises ``httpx.ReadTimeout`` if nothing comes for as long as ``limit_reads`` says, ``httpx.ReadError`` if the
+    connection breaks, and ``httpx.RemoteProtocolError`` if it is closed before the end or what comes is no HTTP.
 
     Attributes:
-        idle_since: When its last answer had come, by the monotonic clock in seconds.
-        reusable: Whether it can carry another request once the answer is complete.
-        status: The answer's status; 0: its head has not come.
-        over: Whether nothing but its end is to come.
-        read_timeout_s: Longest time that one read of the present answer may wait; None: any.
-        from_sending: Whether that time is counted from when the request was sent, for all reads together.
-        parts: Of the answer's body that have come and were not read.
-        sink: Takes parts as they come, in place of a task that would be woken for each; returns whether it takes more.
-        on_body: httptools' callback, once a part: ``parts.append`` of the present answer.
-        buffered: Bytes that came and were not read; ``paused``: the socket is not read, since they are many.
+        parser: httptools' own; None: the request is over.
+        status: 0: the head has not come.
+        head_bytes: That came before it had.
+        ends_at_close: Whether the end of the connection is that of the body.
+        parts: Of the body that have come and were not read, in ``buffered`` bytes.
+        complete: Whether all has come, at ``ended_at`` (monotonic seconds). ``over``: nothing but the end is to come.
+        reusable: Whether the connection can carry another request then.
         fault: Why no more comes; what has come can still be read.
+        sink: Takes parts as they come, in place of a task that would be woken for each; returns whether it takes more.
+        read_timeout_s: Longest time that one read may wait; None: any.
+        from_sending: Whether that time is counted from when the request was sent, for all reads together.
         waiting_since: When who waits for more (``waiter``) began to, by the monotonic clock in seconds.
     """
 
     __slots__ = (
-        "_body_ends_at_close", "_head_bytes", "_head_only", "_informational", "_on_end", "_on_lost", "_parser",
-        "_transport", "buffered", "complete", "fault", "from_sending", "headers", "idle_since", "on_body", "origin",
-        "over", "parts", "paused", "read_timeout_s", "reusable", "sink", "state", "status", "timer", "waiter",
-        "waiting_since",
+        "_connection", "_head_only", "buffered", "complete", "ended_at", "ends_at_close", "fault", "from_sending",
+        "head_bytes", "headers", "over", "parser", "parts", "read_timeout_s", "reusable", "sink", "status", "timer",
+        "waiter", "waiting_since",
     )  # fmt: skip
 
-    def __init__(
-        self, origin: Origin, on_lost: Callable[[Connection], None], on_end: Callable[[Connection], None]
-    ) -> None:
-        self.state, self.origin, self._on_lost, self._on_end = ConnectionState.IDLE, origin, on_lost, on_end
-        self.reusable = self.complete = self.over = False
-        self.idle_since, self.status = 0.0, 0
+    def __init__(self, connection: Connection, *, head_only: bool, limit_s: float | None) -> None:
+        self._connection: Connection | None = connection
+        self.status, self.head_bytes, self.buffered = 0, 0, 0
         self.headers: list[tuple[bytes, bytes]] = []
-        self._transport: asyncio.Transport | None = None
-        self._parser: httptools.HttpResponseParser | None = None
         self.parts: list[bytes] = []
+        self._head_only, self.complete, self.over, self.reusable, self.ends_at_close = (
+            head_only,
+            False,
+            False,
+            False,
+            False,
+        )
+        self.fault: httpx.TransportError | None = None
         self.sink: Callable[[bytes], bool] | None = None
         self.waiter: asyncio.Future[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
-        self.read_timeout_s: float | None = None
-        self.waiting_since, self.from_sending = 0.0, False
-        self.fault: httpx.TransportError | None = None
-        self.buffered = self._head_bytes = 0
-        self.paused = self._informational = self._head_only = self._body_ends_at_close = False
-
-    @property
-    def heard(self) -> bool:
-        return bool(self.status or self._head_bytes)
-
-    def send(self, message: bytes, *, head_only: bool, limit_s: float | None = None) -> None:
-        """Send a request on an idle connection; ``limit_s`` is for the whole answer, or until ``Body.limit_reads``.
-
-        ``httpx.ReadError``: the engine has closed it.
-        """
-        if self.state is not ConnectionState.IDLE or self._transport is None:  # uvloop may tell of it before this runs
-            raise httpx.ReadError("the engine closed the connection at once")
-        self.status, self.headers, self.parts, self.buffered = 0, [], [], 0
-        self.on_body = self.parts.append
-        self.state, self._parser = ConnectionState.ACTIVE, httptools.HttpResponseParser(self)
-        self.complete = self.over = self.reusable = self._informational = self._body_ends_at_close = False
-        self._head_bytes, self._head_only, self.fault = 0, head_only, None
         self.read_timeout_s, self.from_sending, self.waiting_since = limit_s, limit_s is not None, time.monotonic()
-        self._transport.write(message)
+        self.ended_at = 0.0
+        self.parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
 
     async def head(self) -> None:
         while not self.status:
             if self.fault is not None:
-                self.raise_fault()
-            await self.wait()
+                self._raise_fault()
+            await self._wait()
 
-    def rest(self) -> bool:
-        """End a request; return whether the connection can carry another one, else it is closed, unless its end follows."""
-        if self.over and not self.complete and self.fault is None and self.state is ConnectionState.ACTIVE:
-            if self.timer is not None:
-                self.timer.cancel()
-            self.timer = asyncio.get_running_loop().call_later(LAST_CHUNK_S, self.close)
-            self.state, self.read_timeout_s = ConnectionState.ENDING, None
-            self.parts.clear()
-            if self.paused:
-                self.resume_reading()
-            return False
-        self._parser = self.fault = None
+    def limit_reads(self, limit_s: float) -> None:
+        self.read_timeout_s, self.from_sending = limit_s, False
+        self.stop_timer()
+
+    def __aiter__(self) -> Body:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._connection is None:
+            raise StopAsyncIteration
+        while not self.parts:
+            if self.complete:
+                await self.aclose()
+                raise StopAsyncIteration
+            if self.fault is not None:
+                self._raise_fault()
+            await self._wait()
+        part = b"".join(self.parts)
         self.parts.clear()
-        if self.waiter is not None:  # somebody still reads
-            self.fault = httpx.ReadError("the answer was closed")
-            self._wake()
-        if self.timer is not None:
-            self.timer.cancel()
-        self.timer = self.read_timeout_s = None
-        fresh = time.monotonic() - self.idle_since <= KEEP_ALIVE_S
-        busy = self.state in {ConnectionState.ACTIVE, ConnectionState.ENDING}
-        if self.complete and self.reusable and fresh and busy:
-            self.state = ConnectionState.IDLE
-            if self.paused:
-                self.resume_reading()
-            return True
-        self.close()
-        return False
+        self.buffered = 0
+        if self._connection.paused:
+            self._connection.resume_reading()
+        return part
 
-    def close(self) -> None:
-        self.state = ConnectionState.CLOSED
-        if self._transport is not None:
-            self._transport.abort()
+    async def pump(self, sink: Callable[[bytes], bool]) -> bool:
+        """Let ``sink`` have what comes, as it comes, waking no task for it; False: it takes no more now, True: the end."""
+        while self._connection is not None:
+            if self.parts:
+                part = b"".join(self.parts)
+                self.parts.clear()
+                self.buffered, self.waiting_since = 0, time.monotonic()
+                if not sink(part):
+                    return False
+            if self.complete:
+                break
+            if self.fault is not None:
+                self._raise_fault()
+            if self._connection.paused:
+                self._connection.resume_reading()
+            self.sink = sink
+            try:
+                await self._wait()
+                if self.sink is None:
+                    return False
+            finally:
+                self.sink = None
+        return True
 
-    async def wait(self) -> None:
+    async def aclose(self) -> None:
+        """Give the connection back, or close it where the answer has not come to its end."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.release(connection)
+
+    async def _wait(self) -> None:
         loop = asyncio.get_running_loop()
         self.waiter = loop.create_future()
         if (limit_s := self.read_timeout_s) is not None:
@@ -164,13 +168,33 @@ class Connection(asyncio.Protocol):
         if left_s > 0:
             self.timer = asyncio.get_running_loop().call_later(left_s, self.look, limit_s)
         else:
-            self._failed(httpx.ReadTimeout(f"no data for {limit_s:g} s"))
+            self.fail(httpx.ReadTimeout(f"no data for {limit_s:g} s"))
 
-    def _wake(self) -> None:
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def wake(self) -> None:
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
-    def raise_fault(self) -> None:
+    def fail(self, fault: httpx.TransportError) -> None:
+        if self.fault is None and not self.complete:
+            self.fault = fault
+        self.reusable = False
+        self.wake()
+
+    def end(self) -> None:
+        """End the request: nothing more is read of the answer, and who still reads it fails."""
+        self.parser = None
+        self.parts.clear()
+        self.stop_timer()
+        if self.waiter is not None:
+            self.fault = httpx.ReadError("the answer was closed")
+            self.wake()
+
+    def _raise_fault(self) -> None:
         fault, self.fault = self.fault, httpx.ReadError("the connection had failed before")
         try:
             assert fault is not None
@@ -178,81 +202,11 @@ class Connection(asyncio.Protocol):
         finally:
             del fault  # its trace leads here
 
-    def _failed(self, fault: httpx.TransportError) -> None:
-        if self.fault is None and not self.complete:
-            self.fault = fault
-        self.reusable = False
-        self._wake()
-        if self.state is ConnectionState.ENDING:
-            self.close()
-
-    def _head_too_long(self) -> None:
-        self._failed(httpx.RemoteProtocolError(f"the head of the engine's answer is over {MAX_HEAD_BYTES} bytes"))
-
-    def resume_reading(self) -> None:
-        self.paused = False
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
-
-    # asyncio.Protocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
-
-    def data_received(self, data: bytes) -> None:  # noqa: C901  once a token: calls would cost more than this
-        if self._parser is None:  # nothing was asked: whatever this is, the next answer would not be the next request's
-            self.close()
-            return
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._failed(httpx.RemoteProtocolError(f"the engine's answer is no HTTP ({type(error).__name__})"))
-            return
-        if self.state is ConnectionState.ENDING:
-            self.parts.clear()
-            if self.complete:
-                self._on_end(self)
-            return
-        if not self.status:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._head_too_long()
-            return
-        if self.sink is not None and self.parts:
-            part = b"".join(self.parts)
-            self.parts.clear()
-            self.waiting_since = time.monotonic()
-            if not self.sink(part):
-                self.sink = None
-            elif not self.complete:
-                return
-        elif self.parts:
-            self.buffered += len(data)
-        if self.buffered > READ_BUFFER_BYTES and not self.paused and self._transport is not None:
-            self.paused = True
-            self._transport.pause_reading()
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
-
-    def eof_received(self) -> None:
-        self.reusable = False
-        if self.state is ConnectionState.IDLE:
-            self.state = ConnectionState.CLOSED
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.state, self.reusable = ConnectionState.CLOSED, False
-        if self._parser is not None and not self.complete:
-            if exc is None and self.status and self._body_ends_at_close:
-                self.complete = True
-            elif exc is None:
-                self._failed(httpx.RemoteProtocolError("the engine closed the connection before the end of its answer"))
-            else:
-                self._failed(httpx.ReadError(f"the connection broke ({type(exc).__name__})"))
-        self._transport = None
-        self._wake()
-        self._on_lost(self)
-
     # httptools
+
+    @property
+    def on_body(self) -> Callable[[bytes], None]:
+        return self.parts.append
 
     def on_message_begin(self) -> None:
         """Refuse a second answer to one request: raising ends the parser."""
@@ -265,12 +219,11 @@ class Connection(asyncio.Protocol):
             self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        assert self._parser is not None
-        status = self._parser.get_status_code()
+        assert self.parser is not None
+        status = self.parser.get_status_code()
         if self.status or self.fault is not None:
             return  # of something after the answer, or after an informational head that was too long
         if status < _OK and status != _SWITCHING_PROTOCOLS:
-            self._informational = True
             self.headers = []
             return
         size, ends_at_close = 0, True
@@ -279,98 +232,145 @@ class Connection(asyncio.Protocol):
             if lower == b"content-length" or (lower == b"transfer-encoding" and b"chunked" in value.lower()):
                 ends_at_close = False
         if size > MAX_HEAD_BYTES:
-            self._head_too_long()
+            self.head_too_long()
             return
-        self._body_ends_at_close, self.status = ends_at_close, status
-        if self._head_only:
-            self.complete = True
+        self.ends_at_close, self.status, self.complete = ends_at_close, status, self._head_only
+
+    def head_too_long(self) -> None:
+        self.fail(httpx.RemoteProtocolError(f"the head of the engine's answer is over {MAX_HEAD_BYTES} bytes"))
 
     def on_message_complete(self) -> None:
-        if self._informational:
-            self._informational = False
-        elif not self.complete:
-            assert self._parser is not None
-            self.complete, self.reusable = True, self._parser.should_keep_alive()
-            self.idle_since = time.monotonic()  # the engine's time runs from here, whenever the answer is read
+        if self.status and not self.complete:  # else an informational answer has ended
+            assert self.parser is not None
+            self.complete, self.reusable = True, self.parser.should_keep_alive()
+            self.ended_at = time.monotonic()  # the engine's time runs from here, whenever the answer is read
 
 
-class Body(httpx.AsyncByteStream):
-    """An answer's body as it comes: what came together is one part. Close it, unless it is read to its end.
+class Connection(asyncio.Protocol):
+    """One connection to an engine; it carries one request at a time.
 
-    Reading it raises ``httpx.ReadTimeout`` if nothing comes for as long as ``limit_reads`` says, ``httpx.ReadError`` if the
-    connection breaks, and ``httpx.RemoteProtocolError`` if it is closed before the end or what comes is no HTTP.
+    Attributes:
+        answer: To the present request.
+        idle_since: When the last answer had come, by the monotonic clock in seconds.
+        paused: The socket is not read, since nobody reads the answer.
+        release: Takes it back once its request has ended; with ``ended`` if that was said before.
     """
 
-    __slots__ = ("_connection", "_release")
+    __slots__ = ("_on_lost", "_transport", "answer", "idle_since", "origin", "paused", "release", "state")
 
-    def __init__(self, connection: Connection, release: Callable[[Connection], None]) -> None:
-        self._connection: Connection | None = connection
-        self._release = release
+    def __init__(self, origin: Origin, on_lost: Callable[[Connection], None], release: Callable[..., None]) -> None:
+        self.state, self.origin, self._on_lost, self.release = ConnectionState.IDLE, origin, on_lost, release
+        self.idle_since, self.paused = 0.0, False
+        self.answer: Body | None = None
+        self._transport: asyncio.Transport | None = None
 
-    def __aiter__(self) -> Body:
-        return self
+    def send(self, message: bytes, *, head_only: bool, limit_s: float | None = None) -> Body:
+        """Send a request on an idle connection; ``limit_s`` is for the whole answer, or until ``Body.limit_reads``.
 
-    def limit_reads(self, limit_s: float) -> None:
-        connection = self._connection
-        if connection is not None:
-            connection.read_timeout_s, connection.from_sending = limit_s, False
-            if connection.timer is not None:
-                connection.timer.cancel()
-                connection.timer = None
+        ``httpx.ReadError``: the engine has closed it.
+        """
+        if self.state is not ConnectionState.IDLE or self._transport is None:  # uvloop may tell of it before this runs
+            raise httpx.ReadError("the engine closed the connection at once")
+        self.state = ConnectionState.ACTIVE
+        self.answer = Body(self, head_only=head_only, limit_s=limit_s)
+        self._transport.write(message)
+        return self.answer
 
-    async def __anext__(self) -> bytes:
-        connection = self._connection
-        if connection is None:
-            raise StopAsyncIteration
-        while not connection.parts:
-            if connection.complete:
-                await self.aclose()
-                raise StopAsyncIteration
-            if connection.fault is not None:
-                connection.raise_fault()
-            await connection.wait()
-        part = b"".join(connection.parts)
-        connection.parts.clear()
-        connection.buffered = 0
-        if connection.paused:
-            connection.resume_reading()
-        return part
+    def rest(self) -> bool:
+        """End a request; return whether the connection can carry another one, else it is closed, unless its end follows."""
+        answer, state = self.answer, self.state
+        if answer is None:
+            self.close()
+            return False
+        if answer.over and not answer.complete and answer.fault is None and state is ConnectionState.ACTIVE:
+            answer.stop_timer()
+            answer.timer = asyncio.get_running_loop().call_later(LAST_CHUNK_S, self.close)
+            self.state = ConnectionState.ENDING
+            answer.parts.clear()
+            if self.paused:
+                self.resume_reading()
+            return False
+        self.answer, self.idle_since = None, answer.ended_at
+        answer.end()
+        fresh, open_ = time.monotonic() - self.idle_since <= KEEP_ALIVE_S, state is not ConnectionState.CLOSED
+        if answer.complete and answer.reusable and fresh and open_:
+            self.state = ConnectionState.IDLE
+            if self.paused:
+                self.resume_reading()
+            return True
+        self.close()
+        return False
 
-    async def pump(self, sink: Callable[[bytes], bool]) -> bool:
-        """Let ``sink`` have what comes, as it comes, waking no task for it; False: it takes no more now, True: the end."""
-        connection = self._connection
-        while connection is not None:
-            if connection.parts:
-                part = b"".join(connection.parts)
-                connection.parts.clear()
-                connection.buffered, connection.waiting_since = 0, time.monotonic()
-                if not sink(part):
-                    return False
-            if connection.complete:
-                break
-            if connection.fault is not None:
-                connection.raise_fault()
-            if connection.paused:
-                connection.resume_reading()
-            connection.sink = sink
-            try:
-                await connection.wait()
-                if connection.sink is None:
-                    return False
-            finally:
-                connection.sink = None
-        return True
+    def close(self) -> None:
+        self.state = ConnectionState.CLOSED
+        if self._transport is not None:
+            self._transport.abort()
 
-    def expect_end(self) -> None:
-        """Note that nothing but the end is to come: once it is there, the connection can be used again."""
-        if self._connection is not None:
-            self._connection.over = True
+    def resume_reading(self) -> None:
+        self.paused = False
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
-    async def aclose(self) -> None:
-        """Give the connection back, or close it where the answer has not come to its end."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            self._release(connection)
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
+
+    def data_received(self, data: bytes) -> None:  # noqa: C901, PLR0912  once a token: calls would cost more than this
+        answer = self.answer
+        if answer is None or answer.parser is None:  # whatever this is, the next answer would not be the next request's
+            self.close()
+            return
+        try:
+            answer.parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            answer.fail(httpx.RemoteProtocolError(f"the engine's answer is no HTTP ({type(error).__name__})"))
+        if self.state is ConnectionState.ENDING:
+            answer.parts.clear()
+            if answer.fault is not None:
+                self.close()
+            elif answer.complete:
+                self.release(self, ended=True)
+            return
+        if not answer.status:
+            answer.head_bytes += len(data)
+            if answer.head_bytes > MAX_HEAD_BYTES:
+                answer.head_too_long()
+            return
+        if answer.sink is not None and answer.parts:
+            part = b"".join(answer.parts)
+            answer.parts.clear()
+            answer.waiting_since = time.monotonic()
+            if not answer.sink(part):
+                answer.sink = None
+            elif not answer.complete:
+                return
+        elif answer.parts:
+            answer.buffered += len(data)
+        if answer.buffered > READ_BUFFER_BYTES and not self.paused and self._transport is not None:
+            self.paused = True
+            self._transport.pause_reading()
+        if answer.waiter is not None and not answer.waiter.done():
+            answer.waiter.set_result(None)
+
+    def eof_received(self) -> None:
+        if self.answer is not None:
+            self.answer.reusable = False
+        if self.state is ConnectionState.IDLE:
+            self.state = ConnectionState.CLOSED
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.state, answer = ConnectionState.CLOSED, self.answer
+        if answer is not None and not answer.complete:
+            if exc is None and answer.status and answer.ends_at_close:
+                answer.complete = True
+                answer.wake()
+            elif exc is None:
+                answer.fail(httpx.RemoteProtocolError("the engine closed the connection before the end of its answer"))
+            else:
+                answer.fail(httpx.ReadError(f"the connection broke ({type(exc).__name__})"))
+        self._transport = None
+        self._on_lost(self)
 
 
 class EngineTransport(httpx.AsyncBaseTransport):
@@ -421,22 +421,22 @@ class EngineTransport(httpx.AsyncBaseTransport):
         if slots is not None:
             await (slots.acquire() if not slots.locked() else self._wait_for_slot(slots, times.get("pool")))
         connection: Connection | None = None
+        answer: Body | None = None
         try:
             kept = connection = self._take_idle(origin)
             while True:
                 connection = connection or await self._connect(origin, times.get("connect"))
                 try:
-                    connection.send(message, head_only=head_only, limit_s=times.get("read"))
-                    await connection.head()
+                    answer = connection.send(message, head_only=head_only, limit_s=times.get("read"))
+                    await answer.head()
                 except (httpx.ReadError, httpx.RemoteProtocolError):
-                    if connection is not kept or kept.heard or self._closed:
+                    heard = answer is not None and (answer.status or answer.head_bytes)
+                    if connection is not kept or heard or self._closed:
                         raise
                     kept.rest()  # it was closed before the request came: any other connection will do
-                    connection = None
+                    connection = answer = None
                 else:
-                    return httpx.Response(
-                        connection.status, headers=connection.headers, stream=Body(connection, self._release)
-                    )
+                    return httpx.Response(answer.status, headers=answer.headers, stream=answer)
         except BaseException:
             if connection is not None:
                 self._connections.discard(connection)
@@ -478,7 +478,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
         if scheme == "https":
             self._ssl = self._ssl or httpx.create_ssl_context(trust_env=False)
             options = {"ssl": self._ssl, "server_hostname": host}
-        make = partial(Connection, origin, self._lost, partial(self._release, ended=True))
+        make = partial(Connection, origin, self._lost, self._release)
         try:
             async with asyncio.timeout(limit_s):
                 _, connection = await asyncio.get_running_loop().create_connection(make, host, port, **options)

@@ -377,7 +377,7 @@ async def test_odd_bodies_are_read_as_vllm_reads_them(tmp_path: Path) -> None:
         ("/v1/completions", {"prompt": [1, 2, 3]}, 1, 3, 100),
     ],
 )
-async def test_a_request_counts_by_its_answers(  # noqa: PLR0917
+async def test_a_request_counts_by_its_answers(
     tmp_path: Path, path: str, body: dict[str, Any], places: int, prompt_tokens: int | None, output_tokens: int
 ) -> None:
     """Choices and prompts take a place each, and their tokens; shown as one request; all of it comes back."""

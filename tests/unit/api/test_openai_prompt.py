@@ -90,9 +90,7 @@ def test_what_is_malformed_reads_as_empty(messages: Any) -> None:
         (None, "", 0, 0, 1, ()),
     ],
 )
-def test_completions(  # noqa: PLR0917  a table
-    prompt: Any, text: str, longest: int, in_all: int, prompts: int, parts: tuple[str, ...]
-) -> None:
+def test_completions(prompt: Any, text: str, longest: int, in_all: int, prompts: int, parts: tuple[str, ...]) -> None:
     read = completion(prompt)
     assert (read.text, read.prompts, read.other_parts) == (text, prompts, parts)
     if parts or not text:

@@ -69,7 +69,7 @@ async def test_a_record_tells_what_was_decided_and_who_served() -> None:
         with entry(registry, context(arrived=0.0), decision, 0) as request:
             assert registry.open == [request]
             answer = await stack.stream(BALANCED)
-            request.slot, request.sent = Slot(decision, answer._attempt.lease, waited_ms=5.0), answer.sent_at
+            request.slot, request.sent = Slot(decision, answer.attempt.lease, waited_ms=5.0), answer.sent_at
             request.answer = answer
             await text_of(answer)
             await answer.aclose()
@@ -112,7 +112,7 @@ async def test_a_request_waits_then_computes_its_prompt_then_its_output() -> Non
         with entry(registry, context(), first, 0) as request:
             assert (request.state, request.now_on, request.slot) == ("waiting", None, None)
             answer = await stack.stream(BALANCED)
-            request.slot, request.decision = Slot(later, answer._attempt.lease), later
+            request.slot, request.decision = Slot(later, answer.attempt.lease), later
             assert (request.state, request.decision) == ("prefill", later)
             request.answer = answer
             assert (request.state, request.now_on) == ("decode", answer)

@@ -110,7 +110,7 @@ async def test_a_stream_has_chunks_and_its_head_waits_only_where_it_may() -> Non
         ("POST", "1.1", 503, {"connection": "close"}, (b"",), b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"),
     ],
 )  # fmt: skip
-async def test_a_body_is_framed_as_its_request_wants(  # noqa: PLR0917
+async def test_a_body_is_framed_as_its_request_wants(
     method: str, version: str, status: int, headers: dict[str, str], bodies: tuple[bytes, ...], sent: bytes
 ) -> None:
     wire = Wire()

@@ -7,8 +7,8 @@ import asyncio
 import httpx
 import pytest
 
-from router.upstream.transport import Body, Connection
-from tests.unit.upstream.test_transport import connection_with_request
+from router.upstream.transport import Connection
+from tests.unit.upstream.test_transport import answer_on, connection_with_request
 
 pytestmark = pytest.mark.anyio
 SHORT_S, LONG_S = 0.02, 60.0
@@ -18,12 +18,12 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n"
 def answering(limit_s: float) -> Connection:
     connection, _ = connection_with_request()
     connection.data_received(HEAD)
-    connection.read_timeout_s = limit_s
+    answer_on(connection).limit_reads(limit_s)
     return connection
 
 
 async def read(connection: Connection) -> bytes:
-    return await anext(Body(connection, lambda _: None))
+    return await anext(answer_on(connection))
 
 
 async def test_a_wait_that_takes_too_long_ends() -> None:
@@ -62,7 +62,7 @@ async def test_a_cancellation_that_comes_with_the_end_of_the_wait_stays_one() ->
     task = asyncio.create_task(read(connection))
     await asyncio.sleep(0)
     task.cancel()
-    connection.look(0.0)
+    answer_on(connection).look(0.0)
     with pytest.raises(asyncio.CancelledError):
         await task
     connection.rest()
@@ -72,8 +72,7 @@ async def test_an_answer_that_has_ended_holds_no_timer() -> None:
     connection = answering(LONG_S)
     asyncio.get_running_loop().call_soon(connection.data_received, b"a")
     await read(connection)
-    timer = connection.timer
+    timer = answer_on(connection).timer
     assert timer is not None
     connection.rest()
     assert timer.cancelled()
-    assert connection.read_timeout_s is None

@@ -17,9 +17,9 @@ from router.upstream.engine_stream import Attempt, EngineStream, OverflowHold, O
 from router.upstream.errors import EngineBrokeError, EngineStalledError
 from router.upstream.progress import Continuable, Progress
 from router.upstream.sse import Chunk, parse_event
-from router.upstream.transport import Body, Connection
+from router.upstream.transport import Connection
 from tests.unit.own_engines import until
-from tests.unit.upstream.test_transport import connection_with_request
+from tests.unit.upstream.test_transport import answer_on, connection_with_request
 from tiers.spec import TierName, TierSpec
 
 pytestmark = pytest.mark.anyio
@@ -66,7 +66,7 @@ class Reader:
         self.raw = b""
         self._takes = takes
         spec = TierSpec(TierName.FAST, 4096, 16, 1, urls=("http://engine",), precision="awq")
-        response = httpx.Response(200, stream=Body(self.connection, lambda _: None))
+        response = httpx.Response(200, stream=answer_on(self.connection))
         hold = OverflowHold(OverflowServer("e", spec), 1, lambda: None)
         hop = Hop("chat", "m", "http://engine", 0.0, overflow="e")
         self.answer = EngineStream(Attempt(TierName.FAST, hold, response, hop, 0, 0.0, 100, 0.0), ASKED)
@@ -82,12 +82,12 @@ class Reader:
         return self._takes > 0
 
     async def read(self) -> None:
-        await self.connection.head()
+        await answer_on(self.connection).head()
         self.limit(100)
         await self.answer.relay(self.take, partial(asyncio.sleep, 0))
 
     def limit(self, limit_s: float) -> None:
-        self.connection.read_timeout_s, self.connection.from_sending = limit_s, False
+        answer_on(self.connection).limit_reads(limit_s)
 
 
 def expected(events: list[bytes]) -> Progress:
@@ -140,18 +140,18 @@ async def test_events_that_come_one_by_one_wake_nobody() -> None:
     reading = asyncio.create_task(reader.read())
     await feed(reader.connection, HEAD)
     await asyncio.sleep(0)
-    waiter = reader.connection.waiter
+    waiter = answer_on(reader.connection).waiter
     for event in (chat("a"), completion("b"), chat("\\u0000")):
         part = event + b"\n\n"
         reader.connection.data_received(b"%x\r\n%b\r\n" % (len(part), part))
         assert reader.raw.endswith(part)
         await asyncio.sleep(0)
-        assert reader.connection.waiter is waiter
+        assert answer_on(reader.connection).waiter is waiter
         assert waiter is not None
         assert not waiter.done()
     reading.cancel()
     await asyncio.wait({reading})
-    assert reader.connection.sink is None
+    assert answer_on(reader.connection).sink is None
 
 
 @pytest.mark.parametrize("text", [b"\xff", b"\\q", b"\\ud800", b"\x01", b"\\"])
@@ -189,11 +189,11 @@ async def test_silence_between_plain_events_is_noticed(monkeypatch: pytest.Monke
     for _ in range(4):  # together longer than one silence may be
         now += 35
         reader.connection.data_received(b"%x\r\n%b\r\n" % (len(part), part))
-        await until(lambda: reader.connection.waiter is not None)
+        await until(lambda: answer_on(reader.connection).waiter is not None)
         now += 35
-        reader.connection.look(100)
+        answer_on(reader.connection).look(100)
     now += 31
-    reader.connection.look(100)
+    answer_on(reader.connection).look(100)
     with pytest.raises(EngineStalledError, match="100 s"):
         await reading
     assert reader.raw.count(b"data: ") == 4

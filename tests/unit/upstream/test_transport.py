@@ -58,16 +58,24 @@ class Wire(asyncio.Transport):
         self.reading = True
 
 
-def connection_with_request(*, head_only: bool = False) -> tuple[Connection, Wire]:
-    wire, connection = Wire(), Connection(("http", "engine", 80), lambda _: None, lambda _: None)
+def connection_with_request(
+    release: Callable[..., None] = lambda _: None, *, head_only: bool = False
+) -> tuple[Connection, Wire]:
+    wire, connection = Wire(), Connection(("http", "engine", 80), lambda _: None, release)
     connection.connection_made(wire)
     connection.send(b"GET / HTTP/1.1\r\n\r\n", head_only=head_only)
     return connection, wire
 
 
+def answer_on(connection: Connection) -> Body:
+    assert connection.answer is not None
+    return connection.answer
+
+
 async def body_of(connection: Connection) -> bytes:
-    await connection.head()
-    return b"".join([part async for part in Body(connection, lambda _: None)])
+    answer = answer_on(connection)
+    await answer.head()
+    return b"".join([part async for part in answer])
 
 
 @pytest.mark.parametrize("answer", [PLAIN, CHUNKED, CONTINUED, UNTIL_CLOSED, NO_BODY])
@@ -80,13 +88,12 @@ async def test_an_answer_is_the_same_wherever_it_is_split(answer: bytes) -> None
                     connection.data_received(part)
             if answer is UNTIL_CLOSED:
                 connection.connection_lost(None)
+            came = answer_on(connection)
             assert await body_of(connection) == (b"" if answer is NO_BODY else b"hello")
-            assert connection.status == (204 if answer is NO_BODY else 200)
+            assert came.status == (204 if answer is NO_BODY else 200)
             assert connection.rest() is (answer is not UNTIL_CLOSED)
             if answer is CONTINUED:
-                assert connection.headers == [(b"Content-Length", b"5"), (b"x-a", b"b")], (
-                    "informational ones are left out"
-                )
+                assert came.headers == [(b"Content-Length", b"5"), (b"x-a", b"b")], "informational ones are left out"
 
 
 @pytest.mark.parametrize("answer", [PLAIN, CHUNKED, CONTINUED])
@@ -99,8 +106,8 @@ async def test_an_answer_that_ends_early_is_an_error_after_what_came_of_it(answe
             connection.connection_lost(error)
             came = b""
             with pytest.raises(wanted):
-                await connection.head()
-                async for part in Body(connection, lambda _: None):
+                await answer_on(connection).head()
+                async for part in answer_on(connection):
                     came += part
                 pytest.fail("it seems complete")
             assert b"hello".startswith(came)
@@ -134,14 +141,14 @@ async def test_a_head_without_end_is_an_error() -> None:
     for _ in range(MAX_HEAD_BYTES // 1000 + 1):
         connection.data_received(b"x-a: " + b"b" * 993 + b"\r\n")
     with pytest.raises(httpx.RemoteProtocolError, match="head"):
-        await connection.head()
+        await answer_on(connection).head()
 
 
 async def test_a_head_that_is_too_long_is_an_error_also_where_it_comes_at_once() -> None:
     connection, _ = connection_with_request()
     connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nx-a: " + b"b" * MAX_HEAD_BYTES + b"\r\n\r\n")
     with pytest.raises(httpx.RemoteProtocolError, match="head"):
-        await connection.head()
+        await answer_on(connection).head()
 
 
 async def test_informational_answers_without_end_are_an_error() -> None:
@@ -149,7 +156,7 @@ async def test_informational_answers_without_end_are_an_error() -> None:
     for _ in range(MAX_HEAD_BYTES // 25 + 1):
         connection.data_received(b"HTTP/1.1 100 Continue\r\n\r\n")
     with pytest.raises(httpx.RemoteProtocolError, match="head"):
-        await connection.head()
+        await answer_on(connection).head()
 
 
 @pytest.mark.parametrize("more", [PLAIN, b"garbage\r\n", CHUNKED])
@@ -196,14 +203,14 @@ async def test_the_beginning_of_a_second_answer_spoils_the_connection(more: byte
 async def test_an_answer_in_another_protocol_ends_the_wait() -> None:
     connection, _ = connection_with_request()
     connection.data_received(b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\nmore")
-    await connection.head()
-    assert connection.status == 101
+    await answer_on(connection).head()
+    assert answer_on(connection).status == 101
     assert not connection.rest()
 
 
 async def test_a_connection_that_was_closed_before_its_request_is_an_error() -> None:
     """uvloop may read the end before whoever made the connection goes on."""
-    wire, connection = Wire(), Connection(("http", "engine", 80), lambda _: None, lambda _: None)
+    wire, connection = Wire(), Connection(("http", "engine", 80), lambda _: None, lambda _, **_known: None)
     connection.connection_made(wire)
     connection.connection_lost(None)
     with pytest.raises(httpx.ReadError):
@@ -245,8 +252,8 @@ async def test_an_engine_is_not_read_while_nobody_takes_its_answer() -> None:
     assert wire.reading
     connection.data_received(b"b")
     assert not wire.reading
-    await connection.head()
-    assert len(await anext(Body(connection, lambda _: None))) == READ_BUFFER_BYTES + 1
+    await answer_on(connection).head()
+    assert len(await anext(answer_on(connection))) == READ_BUFFER_BYTES + 1
     assert wire.reading
 
 
@@ -558,7 +565,7 @@ async def test_an_engine_waits_for_a_reader_that_is_slow() -> None:
                 await asyncio.sleep(0)
         assert sent < size
         (connection,) = made._connections
-        assert connection.buffered <= READ_BUFFER_BYTES + (1 << 18), "one read of the socket more, at most"
+        assert answer_on(connection).buffered <= READ_BUFFER_BYTES + (1 << 18), "one read of the socket more, at most"
         assert len(await text_of(response)) == size
 
 
@@ -592,17 +599,11 @@ END = CHUNKED.index(b"0\r\ntrailer")
 async def test_a_connection_whose_answer_was_read_is_kept_once_its_end_has_come(
     parts: list[bytes], *, kept: bool
 ) -> None:
-    wire, connection = (
-        Wire(),
-        Connection(("http", "engine", 80), lambda _: None, lambda it: kept_then.append(it.rest())),
-    )
     kept_then = list[bool]()
-    connection.connection_made(wire)
-    connection.send(b"GET / HTTP/1.1\r\n\r\n", head_only=False)
+    connection, wire = connection_with_request(lambda it, **_known: kept_then.append(it.rest()))
     connection.data_received(CHUNKED[:END])
-    body = Body(connection, lambda it: kept_then.append(it.rest()))
-    body.expect_end()
-    await body.aclose()
+    answer_on(connection).over = True
+    await answer_on(connection).aclose()
     assert (kept_then, wire.closed, connection.state) == ([False], False, ConnectionState.ENDING)
     for part in parts:
         connection.data_received(part)
@@ -613,7 +614,7 @@ async def read_stream(made: EngineTransport, url: str) -> None:
     response = await made.handle_async_request(post(url, pool=5.0))
     assert isinstance(response.stream, Body)
     await response.stream.pump(lambda part: not part.endswith(b"lo"))
-    response.stream.expect_end()
+    response.stream.over = True
     await response.aclose()
 
 
