@@ -48,9 +48,9 @@ class Body(httpx.AsyncByteStream):
     Attributes:
         parser: httptools' own; None: the request is over.
         status: 0: the head has not come.
-        head_bytes: That came before it had.
         ends_at_close: Whether the end of the connection is that of the body.
-        parts: Of the body that have come and were not read, in ``buffered`` bytes.
+        parts: Of the body that have come and were not read; ``on_body`` is httptools' callback for them.
+        buffered: Bytes that came and were not read; before the head is whole, those of the head.
         complete: Whether all has come, at ``ended_at`` (monotonic seconds). ``over``: nothing but the end is to come.
         reusable: Whether the connection can carry another request then.
         fault: Why no more comes; what has come can still be read.
@@ -62,15 +62,16 @@ class Body(httpx.AsyncByteStream):
 
     __slots__ = (
         "_connection", "_head_only", "buffered", "complete", "ended_at", "ends_at_close", "fault", "from_sending",
-        "head_bytes", "headers", "over", "parser", "parts", "read_timeout_s", "reusable", "sink", "status", "timer",
+        "headers", "on_body", "over", "parser", "parts", "read_timeout_s", "reusable", "sink", "status", "timer",
         "waiter", "waiting_since",
     )  # fmt: skip
 
     def __init__(self, connection: Connection, *, head_only: bool, limit_s: float | None) -> None:
         self._connection: Connection | None = connection
-        self.status, self.head_bytes, self.buffered = 0, 0, 0
+        self.status, self.buffered = 0, 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.parts: list[bytes] = []
+        self.on_body = self.parts.append
         self._head_only, self.complete, self.over, self.reusable, self.ends_at_close = (
             head_only,
             False,
@@ -185,15 +186,6 @@ class Body(httpx.AsyncByteStream):
         self.reusable = False
         self.wake()
 
-    def end(self) -> None:
-        """End the request: nothing more is read of the answer, and who still reads it fails."""
-        self.parser = None
-        self.parts.clear()
-        self.stop_timer()
-        if self.waiter is not None:
-            self.fault = httpx.ReadError("the answer was closed")
-            self.wake()
-
     def _raise_fault(self) -> None:
         fault, self.fault = self.fault, httpx.ReadError("the connection had failed before")
         try:
@@ -203,10 +195,6 @@ class Body(httpx.AsyncByteStream):
             del fault  # its trace leads here
 
     # httptools
-
-    @property
-    def on_body(self) -> Callable[[bytes], None]:
-        return self.parts.append
 
     def on_message_begin(self) -> None:
         """Refuse a second answer to one request: raising ends the parser."""
@@ -291,7 +279,12 @@ class Connection(asyncio.Protocol):
                 self.resume_reading()
             return False
         self.answer, self.idle_since = None, answer.ended_at
-        answer.end()
+        answer.parser = None
+        answer.parts.clear()
+        answer.stop_timer()
+        if answer.waiter is not None:  # somebody still reads
+            answer.fault = httpx.ReadError("the answer was closed")
+            answer.wake()
         fresh, open_ = time.monotonic() - self.idle_since <= KEEP_ALIVE_S, state is not ConnectionState.CLOSED
         if answer.complete and answer.reusable and fresh and open_:
             self.state = ConnectionState.IDLE
@@ -333,8 +326,8 @@ class Connection(asyncio.Protocol):
                 self.release(self, ended=True)
             return
         if not answer.status:
-            answer.head_bytes += len(data)
-            if answer.head_bytes > MAX_HEAD_BYTES:
+            answer.buffered += len(data)
+            if answer.buffered > MAX_HEAD_BYTES:
                 answer.head_too_long()
             return
         if answer.sink is not None and answer.parts:
@@ -430,7 +423,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
                     answer = connection.send(message, head_only=head_only, limit_s=times.get("read"))
                     await answer.head()
                 except (httpx.ReadError, httpx.RemoteProtocolError):
-                    heard = answer is not None and (answer.status or answer.head_bytes)
+                    heard = answer is not None and (answer.status or answer.buffered)
                     if connection is not kept or heard or self._closed:
                         raise
                     kept.rest()  # it was closed before the request came: any other connection will do
