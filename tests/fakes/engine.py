@@ -363,11 +363,11 @@ class FakeEngine(Surface):
         events = self._named_events(body, named) if named else self._events(body, chat=chat)
         return StreamingResponse(self._stream(events), 200, more, "text/event-stream; charset=utf-8")
 
-    async def _compute(self, number: int) -> None:
-        """Take the time of one piece, or fail there."""
+    async def _compute(self, number: int, body: dict[str, Any]) -> None:
+        """Take the time of one piece, or fail there; what fails once is a caller's."""
         b = self.behaviour
         await asyncio.sleep(b.delay_s)
-        if number == b.break_after:
+        if number == b.break_after and not (b.once and _measures_speed(body)):
             if b.once:
                 b.break_after = None
             raise ConnectionResetError
@@ -381,7 +381,7 @@ class FakeEngine(Surface):
             pieces = b.answer[: self._most(body, chat=chat)]
             written = Detokenizer(body)
             for number, _ in enumerate(pieces):
-                await self._compute(number)
+                await self._compute(number, body)
                 written.take(self._bytes(number))
                 if written.stopped is not None:
                     pieces = pieces[: number + 1]
@@ -411,7 +411,7 @@ class FakeEngine(Surface):
             most = int(body.get(script.limit) or b.max_model_len)
             pieces = b.answer[:most]
             for number, _ in enumerate(pieces):
-                await self._compute(number)
+                await self._compute(number, body)
             text = "".join(self._bytes(number).decode() for number, _ in enumerate(pieces))
             answer = JSONResponse(script.whole(text, self._usage(len(pieces)), cut=len(pieces) == most))
             b.sent.append(bytes(answer.body))
@@ -428,7 +428,7 @@ class FakeEngine(Surface):
             for event in script.begin():
                 yield event
             for number, _ in enumerate(pieces):
-                await self._compute(number)
+                await self._compute(number, body)
                 if number == b.error_after:
                     yield named_event(NAMED_ERROR)
                     return
@@ -481,7 +481,7 @@ class FakeEngine(Surface):
             if b.first_delay_s:
                 await asyncio.sleep(b.first_delay_s)
             for number in range(done, done + len(pieces)):
-                await self._compute(number)
+                await self._compute(number, body)
                 if number == b.error_after:
                     yield ERROR_CHUNK
                     return

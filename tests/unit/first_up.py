@@ -25,6 +25,7 @@ from tests.fakes import quantizer as fake_quantizer
 from tests.ports import reserved_range
 from tests.unit.own_router import QARR
 
+MEMORY = 32 << 30  # bytes that are available to it
 CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 4, "dtype": "float32"}
 
 
@@ -95,12 +96,7 @@ def _interpreter(path: Path, script: str) -> str:
 
 @asynccontextmanager
 async def first_up(tmp_path: Path, **settings: str) -> AsyncIterator[FirstUp]:
-    """Run ``qarr up`` with an empty store.
-
-    Args:
-        tmp_path: For its files; the model is its folder ``model``.
-        settings: Further variables.
-    """
+    """Run ``qarr up`` with an empty store, and with further settings as variables; the model is the folder ``model``."""
     model, orders = tmp_path / "model", tmp_path / "orders"
     model.mkdir()
     orders.mkdir()
@@ -108,9 +104,13 @@ async def first_up(tmp_path: Path, **settings: str) -> AsyncIterator[FirstUp]:
     tokenizer = Tokenizer(WordLevel({"hi": 0, "there": 1, "?": 2}, unk_token="?"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     (model / "tokenizer.json").write_text(tokenizer.to_str())
+    # Which engines fit is not to hang on what else the machine does.
+    known = f"import psutil\nmemory = psutil.virtual_memory()._replace(available={MEMORY})\n"
+    (tmp_path / "sitecustomize.py").write_text(known + "psutil.virtual_memory = lambda: memory\n")
     base = reserved_range(4)
     env = {
         **os.environ,
+        "PYTHONPATH": str(tmp_path),
         "FAKE_QUANTIZER": str(orders),
         "QARR_MODEL__NAME": str(model),
         "QARR_MODEL__STORE": str(tmp_path / "store"),

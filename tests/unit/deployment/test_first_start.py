@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from router.deployment.first_start import NICENESS
-from tests.unit.first_up import first_up
+from tests.unit.first_up import MEMORY, first_up
 from tests.unit.own_engines import until
 from tests.unit.own_router import QARR
-from tiers.plan import read_machine
+from tiers.plan import group_room
 from tiers.preparing import ENGINE_START_S, TYPICAL, WRITING_S, Preparations, about
 from tiers.spec import STANDARD_TIERS, TierName
 
@@ -129,8 +129,8 @@ async def test_an_engine_waits_for_its_drafts_checkpoint(tmp_path: Path, order: 
 @pytest.mark.anyio
 async def test_what_fits_is_started(tmp_path: Path) -> None:
     """At the first start, and at the next; a line says what is left out. A tier that is asked for is an error instead."""
-    third = {"QARR_ENGINE__CPU_KV_CACHE_GIB": f"{read_machine().memory_available * 0.36 / GIB:.2f}"}
-    async with first_up(tmp_path, **third) as up:
+    kv_cache_gib = f"{min(MEMORY, group_room()) * 0.36 / GIB:.2f}"
+    async with first_up(tmp_path, QARR_ENGINE__CPU_KV_CACHE_GIB=kv_cache_gib) as up:
         up.tell("bf16", "done")
         up.tell("fp8", "done")
         up.tell("awq", "done")
