@@ -72,13 +72,8 @@ class Body(httpx.AsyncByteStream):
         self.headers: list[tuple[bytes, bytes]] = []
         self.parts: list[bytes] = []
         self.on_body = self.parts.append
-        self._head_only, self.complete, self.over, self.reusable, self.ends_at_close = (
-            head_only,
-            False,
-            False,
-            False,
-            False,
-        )
+        self._head_only = head_only
+        self.complete = self.over = self.reusable = self.ends_at_close = False
         self.fault: httpx.TransportError | None = None
         self.sink: Callable[[bytes], bool] | None = None
         self.waiter: asyncio.Future[None] | None = None
@@ -101,7 +96,8 @@ class Body(httpx.AsyncByteStream):
         return self
 
     async def __anext__(self) -> bytes:
-        if self._connection is None:
+        connection = self._connection
+        if connection is None:
             raise StopAsyncIteration
         while not self.parts:
             if self.complete:
@@ -113,13 +109,14 @@ class Body(httpx.AsyncByteStream):
         part = b"".join(self.parts)
         self.parts.clear()
         self.buffered = 0
-        if self._connection.paused:
-            self._connection.resume_reading()
+        if connection.paused:
+            connection.resume_reading()
         return part
 
     async def pump(self, sink: Callable[[bytes], bool]) -> bool:
         """Let ``sink`` have what comes, as it comes, waking no task for it; False: it takes no more now, True: the end."""
-        while self._connection is not None:
+        connection = self._connection
+        while connection is not None:
             if self.parts:
                 part = b"".join(self.parts)
                 self.parts.clear()
@@ -130,8 +127,8 @@ class Body(httpx.AsyncByteStream):
                 break
             if self.fault is not None:
                 self._raise_fault()
-            if self._connection.paused:
-                self._connection.resume_reading()
+            if connection.paused:
+                connection.resume_reading()
             self.sink = sink
             try:
                 await self._wait()
