@@ -357,15 +357,15 @@ def _render_replica(replica: ReplicaState, output_tokens: int, now: float, *, in
     }
 
 
-def health_of(fleet: FleetSnapshot, notes: Iterable[str] = (), *, serves: bool) -> dict[str, Any]:
-    """Return whether requests are answered, and what an operator should look at; ``notes``: of where engines are named."""
+def health_of(fleet: FleetSnapshot, notes: Iterable[str] = (), *, serves: bool, inside: bool = True) -> dict[str, Any]:
+    """Return whether requests are answered, and what an operator should look at; details, with addresses, if ``inside``."""
     tiers = [tier for tier in fleet.tiers if not tier.spec.absent]
     reasons = [f"tier {t.spec.name} is {t.status.value}" for t in tiers if t.status is not ReplicaStatus.READY]
     for replica in (replica for tier in tiers for replica in tier.replicas):
         if replica.status in BROKEN:
             reasons.append(f"{replica.id} is {replica.status.value}")
         elif replica.status is ReplicaStatus.READY and replica.detail:
-            reasons.append(f"{replica.id}: {replica.detail}")
+            reasons.append(f"{replica.id}: {replica.detail if inside else 'GET /tiers says more'}")
     reasons += notes
     if not serves:
         reasons.insert(0, "the router is shutting down")

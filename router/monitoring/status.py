@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,7 +19,6 @@ from router.lifecycle import ServerState
 from router.pipeline.pipeline import Pipeline
 from router.policy.render import render_budget
 from router.profiling.auto_profile import AutoProfile
-from tiers.spec import ReplicaStatus
 
 
 class Status:
@@ -50,13 +50,12 @@ class Status:
 
     async def readyz(self, _request: Request) -> Response:
         """Answer 200 while a tier is ready, else 503, also when the router shuts down; with what tiers still need."""
-        tiers = self._fleet.snapshot().tiers
-        serves = self._server_state.open and self._keys.ready
-        ready = serves and any(tier.status is ReplicaStatus.READY for tier in tiers)
+        tiers, health = self._fleet.snapshot().tiers, self._health()
+        ready = health["status"] != "unhealthy" and self._keys.ready
         body = {
             "ready": ready,
             "tiers": {tier.spec.name: tier.status.value for tier in tiers},
-            "reasons": self._notes(),
+            "reasons": health["reasons"],
             "preparing": [
                 {"tier": tier.spec.name, **render_preparing(tier.preparing)}
                 for tier in tiers
@@ -66,14 +65,16 @@ class Status:
         return json_response(body, 200 if ready else 503)
 
     async def health(self, _request: Request) -> Response:
-        notes = [*self._fleet.notes.values(), *self._notes()]
-        health = health_of(self._fleet.snapshot(), notes, serves=self._server_state.open)
+        health = self._health()
         return json_response(health, 503 if health["status"] == "unhealthy" else 200)
 
-    def _notes(self) -> list[str]:
+    def _health(self) -> dict[str, Any]:
         fault = self._database.fault
         file = [f"usage is not written: {self._database.path} cannot be used ({fault})"] if fault else []
-        return [*self._keys.notes, *self._reservations.notes, *file]
+        inside = not self._keys.required  # where requests need keys, these need none: they tell no addresses
+        named = self._fleet.notes.values() if inside else ()
+        notes = [*named, *self._keys.notes, *self._reservations.notes, *file]
+        return health_of(self._fleet.snapshot(), notes, serves=self._server_state.open, inside=inside)
 
     async def tiers(self, request: Request) -> Response:
         inside = context_of(request.scope).caller.sees_all

@@ -207,7 +207,7 @@ async def test_dead_engine_is_seen_and_avoided(tmp_path: Path) -> None:
         assert ready.json() == {
             "ready": True,
             "tiers": {"fast": "failed", "balanced": "ready", "precise": "ready"},
-            "reasons": [],
+            "reasons": ["tier fast is failed", "fast-0 is failed"],
             "preparing": [],
         }
         health = await stack.client.get(f"{stack.url}/health")

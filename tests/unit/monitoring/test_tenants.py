@@ -144,7 +144,7 @@ async def test_a_key_does_not_see_where_engines_are(tmp_path: Path) -> None:
                 assert ours_replica.keys() == theirs_replica.keys()
                 assert ours_replica["state"] == theirs_replica["state"]
                 assert (ours_replica["url"], ours_replica["pid"], ours_replica["detail"]) == (None, None, "")
-        for path in ("/live", "/metrics", "/policy", "/readyz", "/healthz", "/openapi.json", "/v1/models"):
+        for path in ("/live", "/metrics", "/policy", "/readyz", "/health", "/healthz", "/openapi.json", "/v1/models"):
             headers = world.names["mallory"]
             async with world.stack.client.stream("GET", world.stack.url + path, headers=headers) as answer:
                 assert answer.status_code == 200

@@ -133,7 +133,7 @@ async def test_a_signal_drains(tmp_path: Path) -> None:
         async with asyncio.timeout(10):
             while (ready := await client.get(f"{found.url}/readyz")).status_code != 503:
                 pass
-        assert ready.json()["ready"] is False
+        assert (ready.json()["ready"], ready.json()["reasons"]) == (False, ["the router is shutting down"])
         assert ready.headers["connection"] == "close"
         refused = await client.post(f"{found.url}/generate", json={"prompt": "hi"})
         assert (refused.status_code, refused.json()["type"]) == (503, "urn:qarr:problem:draining")
