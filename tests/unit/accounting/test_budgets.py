@@ -200,7 +200,7 @@ async def test_two_routers_never_exceed_a_budget(kind: str, tmp_path: Path, redi
     async with shop(tmp_path, rights, 2, redis) as at:
         answers = await asyncio.gather(*(at.ask("ann", n % 2, max_tokens=40) for n in range(120)))
         statuses = {answer.status_code for answer in answers}
-        assert statuses <= {200, 429, 503}
+        assert statuses <= {200, 400, 429, 503}  # 400: by the speed learned here, one request may take it all
         assert 200 in statuses
         await ended(at.stacks)
         ledgers = [stack.pipeline.charging.reservations.ledger for stack in at.stacks]

@@ -138,7 +138,7 @@ Step = tuple[int, int, int, int]  # what to do, for whom, how much, which of the
 STEPS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 40), st.integers(0, 9)), max_size=40)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps=STEPS)
 @pytest.mark.parametrize("kind", ["sqlite", "redis"])
 def test_every_ledger_does_as_the_one_in_memory(

@@ -2,7 +2,7 @@
 """What is read from prompts."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from classifier import EstimatingCounter, PromptClass, PromptFeatures, extract
@@ -134,7 +134,6 @@ def test_certain_marks_are_named() -> None:
     assert read("What time is dinner?").signals == ()
 
 
-@settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=400))
 def test_any_text_is_read(text: str) -> None:
     """No text raises, and the same text gives the same features."""
@@ -144,7 +143,6 @@ def test_any_text_is_read(text: str) -> None:
     assert len(set(first.signals)) == len(first.signals)
 
 
-@settings(deadline=None)
 @given(st.text("(){}[]<>=:;.,_`'\"#$%^&*\\|/-+ \n\tabX019", max_size=400))
 def test_any_punctuation_is_read(text: str) -> None:
     assert read(text) == read(text)

@@ -58,14 +58,12 @@ def test_marks_are_found_at_the_start_of_a_line() -> None:
     assert shipped_model().predict("the #!/ marker and the ```").marks == ()
 
 
-@settings(deadline=None)
 @given(st.text(st.characters(max_codepoint=127), max_size=300))
 def test_plain_text_is_read_alike_beside_other_scripts(text: str) -> None:
     """The faster way for ASCII finds the same parts."""
     assert line_of(f"{text} é") == f"{line_of(text)} é".removeprefix("∅ ")
 
 
-@settings(deadline=None)
 @given(TEXT)
 def test_whatever_is_read_what_is_found_are_probabilities(text: str) -> None:
     found = shipped_model().predict(text)
@@ -114,7 +112,7 @@ def test_threads_share_a_model() -> None:
     assert all(found[n] == alone for n in range(4))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(TEXT)
 def test_any_text_is_explained(text: str) -> None:
     for pieces in explain(text).values():

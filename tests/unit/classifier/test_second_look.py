@@ -27,7 +27,7 @@ def read(text: str, *found: float) -> PromptFeatures:
     return extract(text, EstimatingCounter(), second=found)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(text=TEXT)
 def test_any_text_is_read(second: SecondLook, text: str) -> None:
     found = second.read(text)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -127,7 +127,6 @@ def test_backend(name: str) -> None:
     assert counter.exact
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(PAIRS)), st.text(st.characters(exclude_categories=["Cs"]), max_size=80))
 def test_any_text_has_the_reference_ids(name: str, text: str) -> None:
     """No text that Unicode allows has other ids than the reference gives."""
@@ -135,7 +134,6 @@ def test_any_text_has_the_reference_ids(name: str, text: str) -> None:
     assert counter.encode(text) == reference(tokenizer, text)
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(sorted(PAIRS)),
     st.text("aes'tTlLvV 019\n\r\t.,!<|end>\u00e9\u0301\u0663\u00bd\u3000\u00a0\u017f", max_size=80),
@@ -186,7 +184,6 @@ def test_estimates() -> None:
     assert counter.count("word " * 300) == 500
 
 
-@settings(deadline=None)
 @given(st.text(), st.text())
 def test_estimates_never_shrink(text: str, more: str) -> None:
     counter = EstimatingCounter()

@@ -162,7 +162,7 @@ def test_no_answer_raises_or_hangs(check: dict[str, Any]) -> None:
     assert [answer[:20] for answer in NASTY if read.passes(answer)] == []
     assert not read.passes("x" * N + "Zq Qq -77.25")  # more is not read
 
-    @settings(deadline=None, max_examples=60)
+    @settings(max_examples=60)
     @given(st.text(st.characters()) | st.text("0123456789.,/-+$%{}[]()\\\"'`*_ \nABab:=^e×−", max_size=60))
     def any_text(text: str) -> None:
         assert isinstance(read.passes(text), bool)

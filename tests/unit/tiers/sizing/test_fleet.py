@@ -85,7 +85,7 @@ def test_engines_on_a_processor_share_it() -> None:
     assert cheapest(shared, load(12, 5, budget=0.0), {}).price == 2  # type: ignore[union-attr]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(2, 30), st.integers(1, 9)), min_size=3, max_size=3),
     st.integers(0, 40),
