@@ -189,10 +189,17 @@ def test_one_command_writes_the_same_files_twice(tmp_path: Path) -> None:
     """The script trains from a file, byte for byte the same, and the model tells what it was taught."""
     write_prompts(tmp_path / "written.jsonl")
     outputs = [tmp_path / name / WEIGHTS_FILE.name for name in ("a", "b")]
+    command = [
+        ROOT / ".venv-classifier/bin/python",
+        ROOT / "scripts/train_classifier.py",
+        "--data",
+        tmp_path,
+        "--output",
+    ]
     for output in outputs:
         output.parent.mkdir()
-        command = [ROOT / ".venv-classifier/bin/python", ROOT / "scripts/train_classifier.py"]
-        subprocess.run([*command, "--data", tmp_path, "--output", output], check=True, capture_output=True)
+    trained = [subprocess.Popen([*command, output]) for output in outputs]
+    assert [each.wait() for each in trained] == [0, 0]
     for name in (WEIGHTS_FILE.name, ABOUT_FILE):
         first, second = (output.with_name(name).read_bytes() for output in outputs)
         assert first == second
