@@ -189,13 +189,8 @@ def test_one_command_writes_the_same_files_twice(tmp_path: Path) -> None:
     """The script trains from a file, byte for byte the same, and the model tells what it was taught."""
     write_prompts(tmp_path / "written.jsonl")
     outputs = [tmp_path / name / WEIGHTS_FILE.name for name in ("a", "b")]
-    command = [
-        ROOT / ".venv-classifier/bin/python",
-        ROOT / "scripts/train_classifier.py",
-        "--data",
-        tmp_path,
-        "--output",
-    ]
+    script = ROOT / "scripts/train_classifier.py"
+    command = [ROOT / ".venv-classifier/bin/python", script, "--data", tmp_path, "--output"]
     for output in outputs:
         output.parent.mkdir()
     trained = [subprocess.Popen([*command, output]) for output in outputs]
