@@ -58,9 +58,7 @@ class Wire(asyncio.Transport):
         self.reading = True
 
 
-def connection_with_request(
-    release: Callable[..., None] = lambda _: None, *, head_only: bool = False
-) -> tuple[Connection, Wire]:
+def connection_with_request(release: Any = lambda _: None, *, head_only: bool = False) -> tuple[Connection, Wire]:
     wire, connection = Wire(), Connection(("http", "engine", 80), lambda _: None, release)
     connection.connection_made(wire)
     connection.send(b"GET / HTTP/1.1\r\n\r\n", head_only=head_only)
