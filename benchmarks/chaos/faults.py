@@ -30,9 +30,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(Path(__file__).resolve().parent)]
 
-from running import PATIENCE_S, Running, free_port, process, running  # noqa: E402
+from measure import free_port  # noqa: E402
+from running import PATIENCE_S, Running, process, running  # noqa: E402
 
 from router.auth.api_keys import add_key  # noqa: E402
 

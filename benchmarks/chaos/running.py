@@ -16,10 +16,14 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from measure import free_port  # noqa: E402
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = (
     60.0  # an answer that takes longer is a hang: every timeout of the router is a second; the machine may be busy
 )
@@ -71,13 +75,6 @@ class Seen:
 
     status: int
     body: bytes = b""
-
-
-def free_port() -> int:
-    """Return a free loopback port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

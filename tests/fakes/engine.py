@@ -594,18 +594,16 @@ def _refused(why: str) -> Response:
 
 
 @asynccontextmanager
-async def serving(*apps: ASGIApp, port: int = 0, http: Any = "auto") -> AsyncIterator[str]:
-    async with serving_all(*apps, port=port, http=http) as urls:
+async def serving(*apps: ASGIApp, **options: Any) -> AsyncIterator[str]:
+    async with serving_all(*apps, **options) as urls:
         yield urls[0]
 
 
 @asynccontextmanager
-async def serving_all(*apps: ASGIApp, port: int = 0, http: Any = "auto") -> AsyncIterator[list[str]]:
-    """Serve applications on loopback sockets, started and stopped together; yield their base URLs."""
-    configs = [
-        uvicorn.Config(app, port=port, http=http, log_config=None, ws="none", timeout_graceful_shutdown=1)
-        for app in apps
-    ]
+async def serving_all(*apps: ASGIApp, **options: Any) -> AsyncIterator[list[str]]:
+    """Serve applications on loopback sockets, with uvicorn's options, started and stopped together; yield their base URLs."""
+    options = {"port": 0, "log_config": None, "ws": "none", "timeout_graceful_shutdown": 1, **options}
+    configs = [uvicorn.Config(app, **options) for app in apps]
     servers = [uvicorn.Server(config) for config in configs]
     tasks = [asyncio.create_task(server.serve()) for server in servers]
     while not all(server.started for server in servers):

@@ -110,7 +110,8 @@ async def router_stack(
             reloads=Reloads(settings, lambda: settings),
         )
         app = router.asgi
-        url = await cleanup.enter_async_context(serving(app, http=protocol_for(settings.server, refusal)))
+        http, keep_alive_s = protocol_for(settings.server, refusal), settings.server.keep_alive_s
+        url = await cleanup.enter_async_context(serving(app, http=http, timeout_keep_alive=keep_alive_s))
         client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
         yield Stack(url, client, fleet, engines, app, router.pipeline)
 
