@@ -1,21 +1,24 @@
-"""What the plan's roofline says, against published speeds of vLLM on GPUs.
+"""What the plan's roofline says, against speeds of vLLM on GPUs: published ones, and those that gpu_speed.py measured.
 
     python benchmarks/roofline.py
 
 Nothing is run here: figures are computed, and compared with what others measured. Each way to measure is computed as it was
 done: ``all at once`` is so many requests sent together, whose answers end one after the other, from the shortest to the
 longest, evenly; ``one stream`` is the time between tokens of a request alone; ``open`` is the time between tokens while
-requests arrive at a rate; ``offline`` is an engine that always has more to do.
+requests arrive at a rate; ``offline`` is an engine that always has more to do; ``batch of`` is the time between tokens of so
+many requests, ``prompt of`` the time to the first token of a request alone.
 
 AccelMark has the mean prompt and answer from its totals (requests 100; 256 and 345 tokens, of 8B models; at most 512).
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -27,11 +30,16 @@ from tiers.sizing.hardware import known_gpus  # noqa: E402
 from tiers.sizing.roofline import Roofline  # noqa: E402
 from tiers.spec import PRECISIONS, Precision  # noqa: E402
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 CONFIGS = ROOT / "tests/unit/tiers/sizing/configs"
 ACCELMARK = "github.com/FreedomIntelligence/AccelMark, results/verified, read 2026-11-27"
 # The source says L40, which Nebius does not rent.
 NEBIUS = "github.com/Nebius-Academy/LLM-Engineering-Essentials, topic5/5.4_quantization.ipynb, read 2026-11-27"
 MLPERF = "MLPerf Inference 5.1, closed, offline, llama3.1-8b, Red Hat"
+OURS = "gpu_speed.py: results/gpu_speed.jsonl"
+BATCHES, LONG = (1, 8, 32, 64), (2048, 3968)  # more of both: the client was the slower one; shorter: mostly HTTP
 BF16, FP8, INT4 = Precision.BF16, Precision.FP8, Precision.AWQ_INT4
 
 
@@ -49,6 +57,17 @@ class Published:
     source: str
     prompt: int = 256
     output: int = 345
+
+
+def measured() -> Iterator[tuple[str, Precision, float]]:
+    """Return what was measured of each precision alone: the way, the precision, and milliseconds."""
+    for line in (ROOT / "benchmarks/results/gpu_speed.jsonl").read_text("utf-8").splitlines()[1:]:
+        row = json.loads(line)
+        precision = {"awq": INT4, "fp8": FP8, "bf16": BF16}[row["engine"]]
+        if row.get("prompt") in LONG:
+            yield f"prompt of {row['prompt']}", precision, row["ttft_ms"]
+        elif row.get("alone") and row["concurrency"] in BATCHES:
+            yield f"batch of {row['concurrency']}", precision, row["tpot_ms"]
 
 
 LLAMA, BIG, QWEN = "llama-3.1-8b", "llama-3.3-70b", "qwen3-8b"
@@ -70,6 +89,10 @@ FIGURES = (
     Published(QWEN, "L40S", 1, INT4, "open, 10/s", 24.91, "0.9", NEBIUS, 512, 128),
     Published(LLAMA, "H100", 1, FP8, "offline", 5777, "0.10", MLPERF, 800, 128),
     Published(LLAMA, "L40S", 1, FP8, "offline", 1642, "0.10", MLPERF, 800, 128),
+    *(
+        Published(LLAMA, "H200", 1, precision, way, figure, "0.32", OURS, 256, 128)
+        for way, precision, figure in measured()
+    ),
 )
 LONGEST = 512
 REQUESTS = 100
@@ -82,6 +105,10 @@ def computed(each: Published) -> float:
     pace = Roofline(model, gpu, each.precision, each.gpus, each.prompt + each.output // 2)
     if each.way == "one stream":
         return pace.step_ms(1)
+    if each.way.startswith("batch of"):
+        return pace.step_ms(int(each.way.split()[-1]))
+    if each.way.startswith("prompt of"):
+        return pace.mixed_ms(tokens := int(each.way.split()[-1]), 1, tokens)
     if each.way.startswith("open"):
         return between_tokens(pace, each, float(each.way.removesuffix("/s").split()[-1]))
     if each.way == "offline":
@@ -121,7 +148,7 @@ def offline(model: Architecture, each: Published) -> float:
 def main() -> None:
     """Print the table."""
     print("$ python benchmarks/roofline.py")
-    print("model         on            precision measured      vLLM     unit published computed  ratio")
+    print("model         on            precision measured        vLLM     unit published computed  ratio")
     recent, older = [], []
     for each in FIGURES:
         ours, slow = computed(each), each.way in {"offline", "all at once"}
@@ -130,11 +157,11 @@ def main() -> None:
         on, unit = f"{each.gpus} x {each.gpu}", "tokens/s" if slow else "ms"
         figures = f"{each.figure:9,.0f} {ours:8,.0f}" if slow else f"{each.figure:9.1f} {ours:8.1f}"
         print(
-            f"{each.model:13} {on:13} {each.precision:9} {each.way:12} {each.vllm:>5} {unit:>8} {figures} {ratio:6.2f}"
+            f"{each.model:13} {on:13} {each.precision:9} {each.way:14} {each.vllm:>5} {unit:>8} {figures} {ratio:6.2f}"
         )
     print("\nratio: how much faster the computed engine is. Geometric means:", end=" ")
     print(
-        f"{statistics.geometric_mean(recent):.2f} of vLLM 0.9 to 0.20, {statistics.geometric_mean(older):.2f} of 0.7."
+        f"{statistics.geometric_mean(recent):.2f} of vLLM 0.9 to 0.32, {statistics.geometric_mean(older):.2f} of 0.7."
     )
     for source in dict.fromkeys(each.source for each in FIGURES):
         print(f"- {source}")

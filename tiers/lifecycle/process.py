@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 GUARD = Path(__file__).with_name("guard.py")
 LAST_LINES = 15
+LOG_LINES = 200  # of an engine that has ended, in which the cause is looked for
+# The end of a traceback, also behind vLLM's prefix; not that of a process that only waited for the one that failed.
+CAUSE = re.compile(r"(?:^|\] )((?:\w+\.)*\w+(?:Error|Exception): (?!.*root cause).+)")
 
 
 @dataclass(slots=True)
@@ -83,9 +87,11 @@ class EngineProcess:
         return ""
 
     def died(self) -> EngineDiedError:
-        """Return an error with the exit status and the last log lines."""
+        """Return an error with the exit status, the cause where the log names one, and the log's last lines."""
+        found = [*filter(None, map(CAUSE.search, self.last_log_lines(LOG_LINES).splitlines()))]
+        cause = f": {found[-1][1]}" if found else ""
         return EngineDiedError(
-            f"exited with status {self.exit_status}. Last lines of {self.log_path}:\n{self.last_log_lines()}"
+            f"exited with status {self.exit_status}{cause}. Last lines of {self.log_path}:\n{self.last_log_lines()}"
         )
 
     async def stop(self, grace_s: float) -> None:

@@ -47,7 +47,7 @@ from tiers.lifecycle.engine import Engine, brief
 from tiers.lifecycle.idle_speed import IdleSpeed
 from tiers.lifecycle.less_memory import ATTEMPTS, with_less
 from tiers.lifecycle.operations import OperationOptions, Operations
-from tiers.lifecycle.process import EngineProcess, check_port_free
+from tiers.lifecycle.process import LOG_LINES, EngineProcess, check_port_free
 from tiers.lifecycle.warmup import WarmupPlan, warm_up
 from tiers.lifecycle.watchdog import WatchdogOptions, hangs, off_by
 from tiers.live_speed import LiveSpeed
@@ -72,7 +72,6 @@ MISSED_PROBES = 3  # consecutive health checks that must fail before a running p
 EXIT_NOTICE_S = 2.0  # a process closes its connections before it exits: wait this long for the exit as the reason
 ELSEWHERE_PAUSE_S = 5.0  # before an unusable engine that runs elsewhere is tried again
 LAST_PORT = 65535
-LOG_LINES = 200  # of an engine that ended before it was ready, in which the cause is looked for
 PROCESSORS_S = 10.0  # between two looks at what slows processors down
 LISTED_S = 5.0  # between two looks at what an engine lists: others may load adapters, or replace it by another
 WORN_S = 60.0  # the finding that an engine is too slow expires after this

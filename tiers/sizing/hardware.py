@@ -26,6 +26,7 @@ class GpuKind(BaseModel):
         bandwidth_gb_s: Of its memory, in 1e9 bytes a second.
         bf16_tflops: Dense, in 1e12 operations a second.
         fp8_tflops: Dense; None: it has no units for FP8.
+        machete: vLLM computes 4-bit weights with Machete there, else with Marlin.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -36,6 +37,7 @@ class GpuKind(BaseModel):
     bandwidth_gb_s: float = Field(gt=0)
     bf16_tflops: float = Field(gt=0)
     fp8_tflops: float | None = Field(gt=0)
+    machete: bool = False
 
     @property
     def memory(self) -> float:

@@ -4,11 +4,11 @@ In a decode step the linear layers read the weights once and compute two operati
 them, reads the KV cache of every sequence. A prompt is computed in chunks, so near the processor's rate. Attention's own
 operations are left out: of an 8B model, 3 % at 1,000 tokens.
 
-Assumptions: 80 % of the memory's bandwidth is reached, and of the dense peak 60 % in BF16, 40 % in FP8, and 40 % of BF16's
-with 4-bit weights, which kernels unpack to BF16: alone, Marlin's computes 0.6 to 0.7 times as fast as BF16's from 512 tokens
-a step on, and is bound by reading below 32 (vllm-project/vllm, pull request 2497). 1 ms a step goes to scheduling, sampling
-and gaps between kernels. With tensor parallelism every layer adds two all-reduces of 15 µs. The shares are round numbers
-near those that fit ``benchmarks/roofline.py`` best, which compares this with published speeds of vLLM.
+Assumptions: 80 % of the memory's bandwidth is reached, and of the dense peak 60 % in BF16 and 40 % in FP8. Kernels unpack
+4-bit weights to BF16: Marlin 0.6 to 0.7 times as fast as BF16's from 512 tokens a step on (vllm-project/vllm, pull request
+2497), Machete at BF16's rate, but with 50 µs more a layer. 1 ms a step goes to scheduling, sampling and gaps between
+kernels. With tensor parallelism every layer adds two all-reduces of 15 µs. The figures are round ones near those that fit
+``benchmarks/roofline.py`` best, which has speeds measured on an H200, and published ones.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 BANDWIDTH_REACHED = 0.8
 PEAK_REACHED = {Precision.BF16: 0.6, Precision.FP8: 0.4, Precision.AWQ_INT4: 0.4}
 OVERHEAD_MS = 1.0
+MACHETE_LAYER_MS = 0.05
 ALL_REDUCE_MS = 0.015
 ALL_REDUCES = 2  # a layer: after attention, and after the feed-forward part
 CHUNK = 8192  # prompt tokens a step, vLLM's default on a GPU
@@ -54,7 +55,7 @@ class Roofline:
         """Return the time of each prompt token, in milliseconds."""
         compute = 2 * self.model.active / (self._flops * self.gpus)
         read = self._weights(CHUNK) / self._bandwidth / CHUNK
-        return 1000 * max(compute, read) + (OVERHEAD_MS + self._reduced_ms) / CHUNK
+        return 1000 * max(compute, read) + self._fixed_ms / CHUNK
 
     def step_ms(self, sequences: int) -> float:
         """Return the time of one decode step of a batch, in milliseconds."""
@@ -83,7 +84,7 @@ class Roofline:
         head = 2 * self.model.head * sampled / (self._bf16_flops * self.gpus)
         compute = 2 * self.model.active * tokens / (self._flops * self.gpus) + head
         linear = max(self._weights(tokens) / self._bandwidth, compute)
-        return 1000 * (linear + kept_bytes / (self._bandwidth / self.gpus)) + OVERHEAD_MS + self._reduced_ms
+        return 1000 * (linear + kept_bytes / (self._bandwidth / self.gpus)) + self._fixed_ms
 
     @property
     def _bandwidth(self) -> float:
@@ -97,13 +98,20 @@ class Roofline:
     def _flops(self) -> float:
         if self.precision is Precision.FP8 and self.gpu.fp8_tflops is not None:
             return self.gpu.fp8_tflops * 1e12 * PEAK_REACHED[Precision.FP8]
-        if self.precision is Precision.BF16:
+        if self.precision is Precision.BF16 or self._machete:
             return self._bf16_flops
         return self.gpu.bf16_tflops * 1e12 * PEAK_REACHED[Precision.AWQ_INT4]
 
     @property
-    def _reduced_ms(self) -> float:
-        return ALL_REDUCE_MS * ALL_REDUCES * len(self.model.layers) if self.gpus > 1 else 0.0
+    def _fixed_ms(self) -> float:
+        """Of a step, however many tokens it computes."""
+        layer = ALL_REDUCE_MS * ALL_REDUCES if self.gpus > 1 else 0.0
+        layer += MACHETE_LAYER_MS if self._machete else 0.0
+        return OVERHEAD_MS + layer * len(self.model.layers)
+
+    @property
+    def _machete(self) -> bool:
+        return self.gpu.machete and self.precision is Precision.AWQ_INT4
 
     def _weights(self, tokens: int) -> float:
         return self.model.read(tokens) * BYTES_PER_WEIGHT[self.precision] + 2 * self.model.head

@@ -44,17 +44,16 @@ def test_taken_port_is_named() -> None:
 
 
 async def test_engine_that_dies_is_reported_with_its_last_lines(tmp_path: Path) -> None:
-    """The error has the exit status and the end of the log."""
-    process = await EngineProcess.start(
-        [sys.executable, "-c", "print('loading'); print('CUDA out of memory'); raise SystemExit(7)"],
-        os.environ,
-        tmp_path / "e.log",
-    )
+    """The error has the exit status, the end of the log and the cause before it, as vLLM prints them."""
+    cause = "(EngineCore pid=1) ERROR 11-28 06:47:42 [core.py:1510] torch.OutOfMemoryError: CUDA out of memory"
+    end = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+    shown = ["-c", f"print({cause!r}); print({end!r}); raise SystemExit(7)"]
+    process = await EngineProcess.start([sys.executable, *shown], os.environ, tmp_path / "e.log")
     assert await process.wait() == 7
     error = process.died()
     assert isinstance(error, EngineDiedError)
-    assert "status 7" in str(error)
-    assert "CUDA out of memory" in str(error)
+    assert str(error).startswith("exited with status 7: torch.OutOfMemoryError: CUDA out of memory. Last lines of")
+    assert str(error).endswith(end)
     await process.stop(0)
 
 
