@@ -16,11 +16,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiers.lifecycle.command import inherited
+from tiers.lifecycle.process import end_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 HEALTH_S = 2.0  # between two health checks
-LAST_LINES = 15
 LAST_PORT = 65535
 # Before the guard's program: Ray kills the children of an actor that it ends, and a guard that is killed kills nobody.
 DETACHED = """import os
@@ -190,10 +189,7 @@ class EngineActor:
         return self._why()
 
     def _why(self) -> str:
-        lines = ""
-        with contextlib.suppress(OSError), self._log.open(encoding="utf-8", errors="replace") as log:
-            lines = "".join(deque(log, maxlen=LAST_LINES)).rstrip()
-        return f"the engine exited. Last lines of {self._log} on node {self._host}:\n{lines}"
+        return f"the engine exited{end_of(self._log, f' on node {self._host}')}"
 
     async def stop(self) -> None:
         """Send SIGTERM, wait for the grace time, then kill what is left."""

@@ -82,17 +82,11 @@ class EngineProcess:
 
     def last_log_lines(self, count: int = LAST_LINES) -> str:
         """Return the end of the engine's log; empty if it cannot be read."""
-        with contextlib.suppress(OSError), self.log_path.open(encoding="utf-8", errors="replace") as log:
-            return "".join(deque(log, maxlen=count)).rstrip()
-        return ""
+        return _last_lines(self.log_path, count)
 
     def died(self) -> EngineDiedError:
         """Return an error with the exit status, the cause where the log names one, and the log's last lines."""
-        found = [*filter(None, map(CAUSE.search, self.last_log_lines(LOG_LINES).splitlines()))]
-        cause = f": {found[-1][1]}" if found else ""
-        return EngineDiedError(
-            f"exited with status {self.exit_status}{cause}. Last lines of {self.log_path}:\n{self.last_log_lines()}"
-        )
+        return EngineDiedError(f"exited with status {self.exit_status}{end_of(self.log_path)}")
 
     async def stop(self, grace_s: float) -> None:
         """Send SIGTERM, wait up to ``grace_s`` seconds, then kill the engine and all its descendants."""
@@ -104,6 +98,19 @@ class EngineProcess:
         if self._guard.stdin is not None:
             self._guard.stdin.close()  # the guard kills what is left
         await self._guard.wait()
+
+
+def end_of(log: Path, where: str = "") -> str:
+    """Return how an engine's log ends, to follow the words for its end: the cause where it names one, and its last lines."""
+    found = [*filter(None, map(CAUSE.search, _last_lines(log, LOG_LINES).splitlines()))]
+    cause = f": {found[-1][1]}" if found else ""
+    return f"{cause}. Last lines of {log}{where}:\n{_last_lines(log, LAST_LINES)}"
+
+
+def _last_lines(path: Path, count: int) -> str:
+    with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as log:
+        return "".join(deque(log, maxlen=count)).rstrip()
+    return ""
 
 
 def _new_log(path: Path) -> None:
