@@ -97,7 +97,7 @@ class Preparations:
     _message: str = ""
     _step: _Step | None = None
     _made: list[TierName] = field(default_factory=list)  # whose engines are not started yet
-    _starting: dict[TierName, float] = field(default_factory=dict)  # since when the tier's engine starts
+    _starting: dict[TierName, float | None] = field(default_factory=dict)  # when the tier's engine is ready, if known
     _failed: dict[TierName, str] = field(default_factory=dict)
 
     @property
@@ -148,11 +148,11 @@ class Preparations:
         self._made = [tier for tier in self._made if tier not in tiers]
         self._note_lacking()
 
-    def starting(self, tier: TierName) -> None:
-        """Note that a tier's engine starts."""
+    def starting(self, tier: TierName, takes_s: float | None = ENGINE_START_S) -> None:
+        """Note that a tier's engine starts, and how long that takes, if known."""
         if tier in self._made:
             self._made.remove(tier)
-        self._starting[tier] = self.clock()
+        self._starting[tier] = None if takes_s is None else self.clock() + takes_s
         self._note_lacking()
 
     def settled(self, tier: TierName) -> None:
@@ -182,7 +182,8 @@ class Preparations:
             return Preparing("waits for the other checkpoints", remaining_s=self._ready_in_s(self._to_make, now))
         if tier not in self._starting:
             return None
-        return Preparing("its engine starts", remaining_s=_left(ENGINE_START_S - (now - self._starting[tier])))
+        ready_at = self._starting[tier]
+        return Preparing("its engine starts", remaining_s=None if ready_at is None else _left(ready_at - now))
 
     def _of_making(self, tier: TierName, now: float) -> Preparing:
         position = self._to_make.index(tier)

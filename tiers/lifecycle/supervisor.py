@@ -161,7 +161,8 @@ class Supervisor:
         for launch in launches:
             check_port_free(launch.host, launch.port)
         for launch in launches:
-            self.fleet.preparations.starting(launch.tier.name)
+            # On a GPU it waits for the others there, and the first start compiles kernels: 143 s on an H200.
+            self.fleet.preparations.starting(launch.tier.name, *((None,) if launch.placement.gpus else ()))
             self._add(launch.tier, launch.url, launch)
 
     async def stop(self) -> None:

@@ -36,16 +36,16 @@ def test_checkpoints_are_made_in_one_order(clock: Clock) -> None:
 def test_each_tier_tells_what_it_waits_for(clock: Clock) -> None:
     preparations = Preparations(clock)
     preparations.expect([PRECISE, FAST], None)
-    assert preparations.of(BALANCED) is None
-    assert preparations.of(PRECISE) == Preparing("making its checkpoint")
-    assert preparations.of(FAST) == Preparing("waits for the checkpoint of precise")
+    told = [preparations.of(tier) for tier in (PRECISE, FAST, BALANCED)]
+    assert told == [Preparing("making its checkpoint"), Preparing("waits for the checkpoint of precise"), None]
     preparations.made(PRECISE)
     assert preparations.of(PRECISE) == Preparing("waits for the other checkpoints")
     preparations.starting(PRECISE)
     assert preparations.of(PRECISE) == Preparing("its engine starts", remaining_s=ENGINE_START_S)
-    assert preparations.coming == (PRECISE, FAST)
+    preparations.starting(BALANCED, None)
+    assert preparations.coming == (PRECISE, BALANCED, FAST)
     clock.now = ENGINE_START_S + 1
-    assert preparations.of(PRECISE) == Preparing("its engine starts"), "longer than typical: the rest is not known"
+    assert preparations.of(PRECISE) == preparations.of(BALANCED) == Preparing("its engine starts"), "no time is known"
 
 
 def test_parts_are_counted_while_their_step_lasts(clock: Clock) -> None:
