@@ -1,6 +1,6 @@
 """How fast vLLM is at each precision on this GPU: TTFT by prompt, TPOT by batch, each engine alone and all three at once.
 
-    .venv/bin/python benchmarks/gpu_speed.py [--model CONFIG] [--python PYTHON] [--kv-gib 23] [VLLM'S ARGUMENTS ...]
+    .venv/bin/python benchmarks/gpu_speed.py --tokenizer FOLDER [--model CONFIG] [--kv-gib 23] [VLLM'S ARGUMENTS ...]
 
 Three engines on one GPU have random weights of the model's shape (``--load-format dummy``), so their answers say nothing.
 ``--tokenizer`` is a folder with any tokenizer. One client asks the engines directly, with prompts of random tokens: medians
@@ -50,6 +50,8 @@ def folder_of(engine: str, model: Path, tokenizer: Path, parent: Path) -> Path:
     config = json.loads(model.read_text("utf-8"))
     if (quantized := QUANTIZED[engine]) is not None:
         form, weights, activations = quantized
+        if "group_size" in weights and config["hidden_size"] % weights["group_size"]:
+            weights = {**weights, "group_size": 64}
         group = {"targets": ["Linear"], "format": form, "weights": weights, "input_activations": activations}
         config["quantization_config"] = {
             **KEPT,
@@ -115,9 +117,11 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, default=ROOT / "tests/unit/tiers/sizing/configs/llama-3.1-8b.json")
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--python", default=str(ROOT / ".venv-engine/bin/python"))
-    parser.add_argument("--kv-gib", type=float, default=23.0)
+    parser.add_argument("--kv-gib", type=float, default=23.0, help="KV cache of each engine")
+    parser.add_argument("--start", type=float, default=900, help="seconds that an engine may take to start")
     options, more = parser.parse_known_args(given)
-    print(json.dumps({"command": "python benchmarks/gpu_speed.py", "machine": machine_name()}), flush=True)
+    command = " ".join(["python benchmarks/gpu_speed.py", *sys.argv[1:]])
+    print(json.dumps({"command": command, "machine": machine_name()}), flush=True)
     with TemporaryDirectory() as name, ExitStack() as stack:
         urls = {}
         for engine in QUANTIZED:
@@ -141,12 +145,24 @@ def main(given: Sequence[str] | None = None) -> None:
                 "--max-model-len",
                 "4096",
             ]
-            argv += ["--max-num-seqs", "256", "--kv-cache-memory-bytes", str(int(options.kv_gib * 2**30)), *more]
+            argv += [
+                "--max-num-seqs",
+                "256",
+                "--gpu-memory-utilization",
+                "0.3",
+                "--kv-cache-memory-bytes",
+                str(int(options.kv_gib * 2**30)),
+                *more,
+            ]
             environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
             stack.enter_context(process(argv, None, env=environment, log=Path(name) / f"{engine}.log"))
             urls[engine] = f"http://127.0.0.1:{port}"
-        for url in urls.values():
-            wait_for(int(url.rpartition(":")[2]), "/health", 900)
+        for engine, url in urls.items():
+            try:
+                wait_for(int(url.rpartition(":")[2]), "/health", options.start)
+            except Exception:
+                print((Path(name) / f"{engine}.log").read_text("utf-8")[-3000:], file=sys.stderr)
+                raise
         asyncio.run(measure(urls))
 
 

@@ -131,8 +131,7 @@ class Form(NamedTuple):
     form: dict[str, Any]
 
 
-# A slow machine leaves time to measure speeds, and some answers then have predictions in them.
-@patch("tiers.lifecycle.idle_speed.QUIET_S", math.inf)
+@patch("tiers.lifecycle.idle_speed.QUIET_S", math.inf)  # a slow machine measures speeds meanwhile, and then predicts
 async def forms(folder: Path) -> dict[str, Form]:
     found: dict[str, Form] = {}
     async with router_stack(folder / "whole") as stack:

@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
 GUARD = Path(__file__).with_name("guard.py")
 LAST_LINES = 15
+SIGNALLED = 128  # above it a shell tells of a signal, as our guard does
 LOG_LINES = 200  # of an engine that has ended, in which the cause is looked for
 # The end of a traceback, also behind vLLM's prefix; not that of a process that only waited for the one that failed.
-CAUSE = re.compile(r"(?:^|\] )((?:\w+\.)*\w+(?:Error|Exception): (?!.*root cause).+)")
+CAUSE = re.compile(
+    r"^(?:\(\w+ pid=\d+\) ERROR \S+ \S+ \[\S+\] )?((?:\w+\.)*\w+(?:Error|Exception): (?!.*root cause).+)"
+)
 
 
 @dataclass(slots=True)
@@ -86,7 +89,7 @@ class EngineProcess:
 
     def died(self) -> EngineDiedError:
         """Return an error with the exit status, the cause where the log names one, and the log's last lines."""
-        return EngineDiedError(f"exited with status {self.exit_status}{end_of(self.log_path)}")
+        return EngineDiedError(f"exited with status {self.exit_status}{end_of(self.log_path, status=self.exit_status)}")
 
     async def stop(self, grace_s: float) -> None:
         """Send SIGTERM, wait up to ``grace_s`` seconds, then kill the engine and all its descendants."""
@@ -100,10 +103,13 @@ class EngineProcess:
         await self._guard.wait()
 
 
-def end_of(log: Path, where: str = "") -> str:
-    """Return how an engine's log ends, to follow the words for its end: the cause where it names one, and its last lines."""
+def end_of(log: Path, where: str = "", status: int | None = None) -> str:
+    """Return how an engine's log ends, to follow the words for its end: the cause where it names one, and its last lines.
+
+    An engine that a signal has ended (``status``) did not end by an error of its own.
+    """
     found = [*filter(None, map(CAUSE.search, _last_lines(log, LOG_LINES).splitlines()))]
-    cause = f": {found[-1][1]}" if found else ""
+    cause = f": {found[-1][1]}" if found and 0 <= (status or 0) <= SIGNALLED else ""
     return f"{cause}. Last lines of {log}{where}:\n{_last_lines(log, LAST_LINES)}"
 
 

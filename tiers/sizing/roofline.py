@@ -111,7 +111,8 @@ class Roofline:
 
     @property
     def _machete(self) -> bool:
-        return self.gpu.machete and self.precision is Precision.AWQ_INT4
+        experts = any(layer.experts for layer in self.model.layers)  # vLLM computes those with Marlin
+        return self.gpu.machete and self.precision is Precision.AWQ_INT4 and not experts
 
     def _weights(self, tokens: int) -> float:
         return self.model.read(tokens) * BYTES_PER_WEIGHT[self.precision] + 2 * self.model.head

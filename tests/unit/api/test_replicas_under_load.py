@@ -16,7 +16,7 @@ from tests.unit.router_stack import Stack, events, router_stack
 from tiers.spec import ReplicaStatus
 
 pytestmark = pytest.mark.anyio
-MORE, CLIENTS = 20, 24
+MORE, CLIENTS = 20, 40  # some requests at once for each replica: one that is idle may stay so
 PATIENT = {"admission": {"max_wait_s": dict.fromkeys(("interactive", "standard", "batch"), 1e6)}}
 
 
