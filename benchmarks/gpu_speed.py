@@ -53,12 +53,8 @@ def folder_of(engine: str, model: Path, tokenizer: Path, parent: Path) -> Path:
         if "group_size" in weights and config["hidden_size"] % weights["group_size"]:
             weights = {**weights, "group_size": 64}
         group = {"targets": ["Linear"], "format": form, "weights": weights, "input_activations": activations}
-        config["quantization_config"] = {
-            **KEPT,
-            "format": form,
-            "ignore": ["lm_head"],
-            "config_groups": {"group_0": group},
-        }
+        groups = {"ignore": ["lm_head"], "config_groups": {"group_0": group}}
+        config["quantization_config"] = {**KEPT, **groups, "format": form}
     folder = parent / engine
     shutil.copytree(tokenizer, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     (folder / "config.json").write_text(json.dumps(config))
@@ -105,9 +101,8 @@ async def measure(urls: dict[str, str]) -> None:
                 row = await load(client, url, batch, 1 if batch > 32 else 2)
                 print(json.dumps({"engine": engine, "alone": True, **row}), flush=True)
         for batch in TOGETHER:
-            for engine, row in zip(
-                urls, await asyncio.gather(*(load(client, u, batch, 2) for u in urls.values())), strict=True
-            ):
+            rows = await asyncio.gather(*(load(client, url, batch, 2) for url in urls.values()))
+            for engine, row in zip(urls, rows, strict=True):
                 print(json.dumps({"engine": engine, "alone": False, **row}), flush=True)
 
 
@@ -126,34 +121,10 @@ def main(given: Sequence[str] | None = None) -> None:
         urls = {}
         for engine in QUANTIZED:
             port, folder = free_port(), folder_of(engine, options.model, options.tokenizer, Path(name))
-            argv = [
-                options.python,
-                "-m",
-                "vllm.entrypoints.openai.api_server",
-                "--port",
-                str(port),
-                "--host",
-                "127.0.0.1",
-            ]
-            argv += [
-                "--model",
-                str(folder),
-                "--served-model-name",
-                "m",
-                "--load-format",
-                "dummy",
-                "--max-model-len",
-                "4096",
-            ]
-            argv += [
-                "--max-num-seqs",
-                "256",
-                "--gpu-memory-utilization",
-                "0.3",
-                "--kv-cache-memory-bytes",
-                str(int(options.kv_gib * 2**30)),
-                *more,
-            ]
+            served = f"--host 127.0.0.1 --port {port} --served-model-name m --load-format dummy --max-model-len 4096"
+            shared = f"--gpu-memory-utilization 0.3 --kv-cache-memory-bytes {int(options.kv_gib * 2**30)}"
+            argv = [options.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+            argv += [*served.split(), *shared.split(), "--max-num-seqs", "256", *more]
             environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
             stack.enter_context(process(argv, None, env=environment, log=Path(name) / f"{engine}.log"))
             urls[engine] = f"http://127.0.0.1:{port}"

@@ -52,6 +52,7 @@ from tiers.lifecycle.warmup import WarmupPlan, warm_up
 from tiers.lifecycle.watchdog import WatchdogOptions, hangs, off_by
 from tiers.live_speed import LiveSpeed
 from tiers.plan import kv_per_token
+from tiers.preparing import ENGINE_START_S
 from tiers.probe import EngineProbe
 from tiers.replica import Replica
 from tiers.spec import UNKNOWN, EngineLaunch, ReplicaStatus, TierSpec
@@ -162,7 +163,8 @@ class Supervisor:
             check_port_free(launch.host, launch.port)
         for launch in launches:
             # On a GPU it waits for the others there, and the first start compiles kernels: 143 s on an H200.
-            self.fleet.preparations.starting(launch.tier.name, *((None,) if launch.placement.gpus else ()))
+            takes_s = None if launch.placement.gpus else ENGINE_START_S
+            self.fleet.preparations.starting(launch.tier.name, takes_s)
             self._add(launch.tier, launch.url, launch)
 
     async def stop(self) -> None:
