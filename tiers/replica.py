@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from copy import copy
 from dataclasses import InitVar, dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -118,20 +119,27 @@ class Turnover:
     count as well (the maximum-likelihood estimate for exponential times with censoring). Every end counts, whether a
     request waits or not, so the estimate also recovers while all requests that would wait are refused. Old observations
     fade, and the speed model's prediction takes their place.
+
+    Attributes:
+        held_s: Slots times seconds.
+        freed: Slots.
+        at: Time of the last change.
     """
 
-    _held_s: float = 0.0  # slots times seconds
-    _freed: float = 0.0  # slots
-    _at: float = math.inf  # of the last change
+    held_s: float = 0.0
+    freed: float = 0.0
+    at: float = math.inf
 
     def note(self, now: float, held: int, freed: int = 0) -> None:
         """Note the slots held since the last call, and how many of them are freed now."""
-        held_s, ended = self._faded(now, held)
+        past_s = max(now - self.at, 0.0)
+        left = 0.5 ** (past_s / HALF_LIFE_S)
+        held_s, ended = self.held_s * left + held * past_s, self.freed * left
         if freed:
             memory = max(LEAST_MEMORY, held)
             kept = (1 - 1 / memory) ** freed
             held_s, ended = held_s * kept, ended * kept + (1 - kept) * memory
-        self._held_s, self._freed, self._at = held_s, ended, now
+        self.held_s, self.freed, self.at = held_s, ended, now
 
     def hold_s(self, now: float, held: int, predicted_s: float) -> float:
         """Return for how long a slot is expected to be held.
@@ -141,14 +149,10 @@ class Turnover:
             held: Slots held now.
             predicted_s: The result without observations; it counts less the more there are.
         """
-        held_s, freed = self._faded(now, held)
-        weight = 1 / (1 + freed)
-        return (held_s + weight * predicted_s) / (freed + weight)
-
-    def _faded(self, now: float, held: int) -> tuple[float, float]:
-        past_s = max(now - self._at, 0.0)
-        left = 0.5 ** (past_s / HALF_LIFE_S)
-        return self._held_s * left + held * past_s, self._freed * left
+        seen = copy(self)
+        seen.note(now, held)
+        weight = 1 / (1 + seen.freed)
+        return (seen.held_s + weight * predicted_s) / (seen.freed + weight)
 
 
 @dataclass(slots=True)

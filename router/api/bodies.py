@@ -126,13 +126,16 @@ class RoutingFields(BaseModel):
     @classmethod
     def _known_tier(cls, tier: str, info: ValidationInfo) -> str:
         rules: Rules = info.context or STANDARD_RULES
-        if tier != "auto" and tier not in rules.tiers:
-            raise ValueError(f"there is no tier {tier[:40]!r}")
-        return tier
+        if tier == "auto":
+            return tier
+        for known in rules.tiers:
+            if known == tier:
+                return known
+        raise ValueError(f"there is no tier {tier[:40]!r}")
 
     def options(self, priority: int, hint_field: str) -> RoutingOptions:
         """Return the options as the pipeline knows them; ``hint_field`` is the field or header that named the tier."""
-        sla, hint = NO_BOUNDS, None if self.tier == "auto" else TierName(self.tier)
+        sla, hint = NO_BOUNDS, self.tier if isinstance(self.tier, TierName) else None
         if self.sla.model_fields_set:
             sla = Sla(self.sla.ttft_ms, self.sla.tpot_ms, self.sla.max_quality_loss, self.sla.confidence)
         require, may_overflow = self.tier_policy == "require", self.overflow == "allow"

@@ -71,7 +71,12 @@ class RequestMiddleware:
         out.outer, out.server_state = send, self._server_state
         self._server_state.active_requests.add(task)
         try:
-            await self._enter(scope, receive, out)
+            app = await self._entered(scope)
+            await app(scope, receive, out.respond)
+        except Exception as error:  # as Starlette's middleware does it
+            await _tell(error, scope, receive, out)
+            if not is_known(error):
+                raise
         except asyncio.CancelledError:
             if not out.cycle.disconnected and not self._server_state.deadline_passed:
                 raise
@@ -83,7 +88,8 @@ class RequestMiddleware:
         finally:
             self._server_state.active_requests.discard(task)
             del scope[OUT]
-            out.forget()
+            out.stop_waiting()
+            out.task = out.outer = None
             if out.status >= CLIENT_ERROR:
                 log_failure(scope, out.status)
             context: RequestContext = scope[CONTEXT]
@@ -91,7 +97,8 @@ class RequestMiddleware:
             self._answered(route, scope["method"], out.status)
             scope[ANSWERED] = route, out.status, context.caller.key_id
 
-    async def _enter(self, scope: Scope, receive: Receive, out: Responder) -> None:
+    async def _entered(self, scope: Scope) -> ASGIApp:
+        """Return what answers a request: its endpoint, the router's application, or a refusal."""
         sent = dict(reversed(scope["headers"]))  # the first of those that share a name
         context = RequestContext(*self._telemetry.request_ids(sent), route=scope["path"], sent=sent)
         begin_request(context.request_id, context.trace_id)
@@ -105,26 +112,12 @@ class RequestMiddleware:
         except (UnauthorizedError, DrainingError, ForeignHostError, ForeignPageError) as error:
             response = response_to(error, scope)
             response.headers["connection"] = "close"  # its body stays unread
-            await response(scope, receive, out.respond)
-            return
+            return response
         endpoint = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
         if endpoint is None:
-            await self._app(scope, receive, out.respond)
-            return
+            return self._app
         scope["endpoint"] = endpoint
-        try:
-            await endpoint(scope, receive, out.respond)
-        except Exception as error:  # as Starlette's middleware does it
-            if out.early and not out.complete:
-                out.stop_waiting()
-                problem = describe(error).event(error_form(scope["path"]), context.ids)
-                await out.respond(body_message(problem + b"\n\n", more=False))
-            elif out.begun:
-                raise
-            else:
-                await response_to(error, scope)(scope, receive, out.respond)
-            if not is_known(error):
-                raise
+        return endpoint
 
     def _caller(self, method: str, context: RequestContext) -> Caller:
         path = context.route
@@ -174,6 +167,18 @@ def is_address_or_local(header: bytes, names: frozenset[str]) -> bool:
     except ValueError:
         return False
     return True
+
+
+async def _tell(error: Exception, scope: Scope, receive: Receive, out: Responder) -> None:
+    """Tell a client of an error, in its stream if that has begun early; raise it if its answer has begun otherwise."""
+    if out.early and not out.complete:
+        out.stop_waiting()
+        problem = describe(error).event(error_form(scope["path"]), context_of(scope).ids)
+        await out.respond(body_message(problem + b"\n\n", more=False))
+    elif out.begun:
+        raise error
+    else:
+        await response_to(error, scope)(scope, receive, out.respond)
 
 
 async def _end_with_error(scope: Scope, receive: Receive, out: Responder) -> None:

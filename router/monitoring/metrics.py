@@ -112,7 +112,8 @@ class RequestMetrics:
 
     def _measure(self, record: RequestRecord, kind: str, tier: str) -> None:
         """Measure an answer. Predictions are compared with what was seen of those that nothing disturbed."""
-        chosen, served, tokens, times = record.decision.chosen, record.served, record.tokens, record.times
+        served, tokens, times = record.served, record.tokens, record.times
+        chosen = record.decision.choice.chosen if served.tier is not None else None
         trace, whole = {"trace_id": record.trace_id} if record.trace_id else None, record.outcome is Outcome.OK
         self._prompt_tokens(kind, tier).inc(tokens.prompt)
         self._output_tokens(kind, tier).inc(tokens.output)

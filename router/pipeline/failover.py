@@ -141,7 +141,7 @@ class Continuation:
         progress, failing, tried, sent = self.progress, answer, set[str](), self.progress.told
         for number in count(1):
             log.warning("request %s: %s on %s", self.request.request_id, broken, failing.replica_id)
-            await failing.abandon(broken)
+            await failing.aclose(broken)
             if progress.finish_reason is not None:  # only the end of the stream was missing
                 return
             tried.add(failing.replica_id)

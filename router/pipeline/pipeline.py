@@ -109,7 +109,10 @@ class Pipeline:
         active = self.registry.begin(call.context, decision, call.options.priority)
         error: BaseException | None = None
         try:
-            await self._open(active, asked, call)
+            sent_at = time.monotonic()
+            if call.context.caller.quota is not None or call.context.caller.accounts:
+                await self._reserve(active, call)
+            active.answer = await self._answer(active, asked, call, sent_at)
             yield active
         except BaseException as caught:
             error = caught
@@ -124,39 +127,37 @@ class Pipeline:
                 by = None if answer is None or answer.overflow is not None else answer.tier
                 self.policy.served(active.decision, by)
 
-    async def _open(self, active: ActiveRequest, asked: EngineRequest, call: Call) -> None:
-        decision, caller, sent_at = active.decision, active.context.caller, time.monotonic()
+    async def _reserve(self, active: ActiveRequest, call: Call) -> None:
+        """Take quota and budget of the caller, unless nobody serves the request."""
+        decision, caller, limits = active.decision, call.context.caller, call.context.limits
         final = decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY
         if final and not self.overflow.takes(decision, call):
             raise RequestRefusedError(decision)
         if caller.quota is not None:
-            tokens = min(decision.query.tokens_in_all, MAX_COUNT)
-            active.quota = await self.quotas.enter(caller, tokens, active.context.limits)
+            active.quota = await self.quotas.enter(caller, min(decision.query.tokens_in_all, MAX_COUNT), limits)
         if caller.accounts:
-            active.budget, decision = await self.charging.reserve(caller, decision, active.context.limits)
-            active.decision = decision
-        try:
-            active.answer = await self._answer(active, asked, call, sent_at)
-        except (asyncio.CancelledError, EngineTooSlowError):
-            active.used = decision.query.tokens_to_read  # an engine may have computed them
-            if active.slot is not None and active.decision.tier is not None and caller.key_id:
-                active.usage = (TierUsage(active.decision.tier, active.used, 0, 0),)
-            raise
+            active.budget, active.decision = await self.charging.reserve(caller, decision, limits)
 
     async def _answer(self, active: ActiveRequest, asked: EngineRequest, call: Call, sent_at: float) -> EngineAnswer:
         """Take a slot and open the answer; if there is no slot, open the overflow's, where that may answer."""
         key_id = active.context.caller.key_id
         try:
-            slot = await self.admission.enter(active.decision, key_id, call.options.priority)
-        except RequestRefusedError as refused:
-            if not self.overflow.takes(refused.decision, call):
-                raise
-            answer = await self.overflow.open(active, refused.decision, asked, sent_at)
-            if answer is None:
-                raise
-            return answer
-        active.slot, active.decision, active.sent = slot, slot.decision, time.monotonic()
-        answer = await self.failover.upstream.open(active.decision, asked, sent_at, lease=slot.lease)
+            try:
+                slot = await self.admission.enter(active.decision, key_id, call.options.priority)
+            except RequestRefusedError as refused:
+                if not self.overflow.takes(refused.decision, call):
+                    raise
+                answer = await self.overflow.open(active, refused.decision, asked, sent_at)
+                if answer is None:
+                    raise
+                return answer
+            active.slot, active.decision, active.sent = slot, slot.decision, time.monotonic()
+            answer = await self.failover.upstream.open(active.decision, asked, sent_at, lease=slot.lease)
+        except (asyncio.CancelledError, EngineTooSlowError):
+            active.used = active.decision.query.tokens_to_read  # an engine may have computed them
+            if active.slot is not None and active.decision.tier is not None and key_id:
+                active.usage = (TierUsage(active.decision.tier, active.used, 0, 0),)
+            raise
         if isinstance(answer, EngineStream) and asked.continuable is not None:
             rest = Continuation(self.failover, active.decision, asked, asked.continuable, answer.progress)
             answer.continuation = rest.relay

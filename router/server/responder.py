@@ -100,11 +100,6 @@ class Responder:
         if self._early is not None:
             self._early.cancel()
 
-    def forget(self) -> None:
-        if self._timer is not None or self._early is not None:
-            self.stop_waiting()
-        self.task = self.outer = None
-
     def feed(self, events: Sequence[bytes]) -> bool:
         """Send events of a stream that has begun, its head with the first; tell whether the client takes more now."""
         cycle = self.cycle

@@ -6,11 +6,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from functools import lru_cache
 from itertools import count
 from secrets import token_hex
 from typing import Any, Literal, cast
@@ -38,7 +37,7 @@ from router.upstream.errors import (
 )
 from router.upstream.json_object import read_json
 from router.upstream.settings import UpstreamSettings
-from router.upstream.transport import EngineTransport, body_of
+from router.upstream.transport import Body, EngineTransport, Origin, body_of, json_post
 from tiers.fleet import Fleet, Lease
 from tiers.replica import Replica
 from tiers.spec import TierName
@@ -100,8 +99,8 @@ class Upstream:
         self._options = options
         self._retries = RetryBudget(options.retry_share, options.retry_reserve)
         limits = {"connect": options.connect_timeout_s, "pool": options.connect_timeout_s}
-        self._streamed = {"timeout": {**limits, "read": options.first_token_timeout_s}}
-        self._whole = {"timeout": {**limits, "read": options.answer_timeout_s}}
+        self._streamed = {**limits, "read": options.first_token_timeout_s}
+        self._whole = {**limits, "read": options.answer_timeout_s}
 
     def fit(self) -> None:
         """Allow what the fleet's replicas may have at once: each twice its slots, for a failed attempt ends late."""
@@ -135,7 +134,8 @@ class Upstream:
         taken: set[str] = set()
         sent_at = sent_at or time.monotonic()
         self._retries.earn()
-        for tier in self._targets(decision, elsewhere=elsewhere):
+        targets = [decision.tier]
+        for tier in targets:
             while len(tried) < self._options.attempts:
                 lease = lease or lease_for(
                     self._fleet, tier, decision.query, {*taken, *exclude}, over_limit=over_limit or bool(tried)
@@ -153,16 +153,11 @@ class Upstream:
                     tried[lease.replica.id] = error
                     self._telemetry.record_failed_attempt(lease.replica.id, error)
                     lease = None
+            if elsewhere and len(targets) == 1:  # as things stand now, not when the request was admitted
+                targets += self._policy.successors(tier, decision.query)
         if not tried:
-            raise NoSlotError(f"every slot on {', '.join(self._targets(decision, elsewhere=elsewhere))} is taken")
+            raise NoSlotError(f"every slot on {', '.join(targets)} is taken")
         raise no_answer(tried.values(), *_causes(tried))
-
-    def _targets(self, decision: Decision, *, elsewhere: bool) -> Iterator[TierName]:
-        """Yield the chosen tier, then the others as things stand when it has failed, not when the request was admitted."""
-        assert decision.tier is not None
-        yield decision.tier
-        if elsewhere:
-            yield from self._policy.successors(decision.tier, decision.query)
 
     async def pass_on(
         self, url: str, api_key: str, path: str, body: bytes, pool: Pool = "own", *, request_id: str = ""
@@ -176,36 +171,32 @@ class Upstream:
             EngineUnreachableError: There was no whole answer in time.
             EngineFailedError: The answer is an error of the engine's own.
         """
-        headers = [(b"content-type", b"application/json"), *self._telemetry.context_headers()]
+        headers = [*self._telemetry.context_headers()]
         if api_key:
             headers.append((b"authorization", b"Bearer " + api_key.encode("ascii")))
         if request_id:
             headers.append((b"x-request-id", request_id.encode("ascii")))
-        request = httpx.Request("POST", url + path, headers=headers, content=body, extensions=self._streamed)
         places = self._passing.setdefault((pool, url), asyncio.Semaphore(PASSED_AT_ONCE))
         limit_s, sent = self._options.first_token_timeout_s, False
         try:
             async with asyncio.timeout(limit_s), places:
                 sent = True
-                response = await self._passing_transport.handle_async_request(request)
-                try:
-                    content = await body_of(response)
-                finally:
-                    await response.aclose()
+                answer = await self._passing_transport.send(*json_post(url + path, headers, body), self._streamed)
+                content = await body_of(answer)
         except (TimeoutError, httpx.HTTPError) as error:
             if not sent:
                 raise NoSlotError(f"{PASSED_AT_ONCE} such requests had no answer within {limit_s:g} s") from error
             log.warning("%s%s: no answer (%s)", url, path, type(error).__name__)
             raise EngineUnreachableError(f"no answer ({type(error).__name__})") from error
-        if response.status_code != httpx.codes.OK:
-            failure = status_error(response, content)
+        if answer.status != httpx.codes.OK:
+            failure = status_error(answer.status, content, answer.header(b"retry-after"))
             if not isinstance(failure, EngineRefusedError):
                 log.warning("%s%s: %s", url, path, failure)
                 raise failure
         elif not _holds_object(content):
             log.warning("%s%s: an answer that is no JSON object", url, path)
             raise EngineFailedError("an answer that is no JSON object")
-        return response.status_code, response.headers.get("content-type", "application/json"), content
+        return answer.status, answer.header(b"content-type") or "application/json", content
 
     def passes_at_once(self, url: str, pool: Pool) -> bool:
         """Tell whether an engine takes one more small request of a pool without a wait."""
@@ -233,45 +224,35 @@ class Upstream:
             number=number,
         )
         self._telemetry.start(hop, request.parameters)
-        response: httpx.Response | None = None
+        body: Body | None = None
         started = time.monotonic()
         options = self._options
         limit_s = options.first_token_timeout_s if request.streamed else options.answer_timeout_s
         try:
-            response = await self._transport.handle_async_request(self._http(replica, request, hop))
-            if response.status_code != httpx.codes.OK:
-                raise status_error(  # noqa: TRY301  one place ends the attempt
-                    response, await body_of(response, MAX_ERROR_BYTES)
-                )
-            begun = Attempt(tier, lease, response, hop, number, started, options.token_timeout_s, sent_at)
+            times = self._streamed if request.streamed else self._whole
+            body = await self._transport.send(*self._post(replica, request, hop), times)
+            if body.status != httpx.codes.OK:
+                content, later = await body_of(body, MAX_ERROR_BYTES), body.header(b"retry-after")
+                raise status_error(body.status, content, later)  # noqa: TRY301  one place ends the attempt
+            begun = Attempt(tier, lease, body, hop, number, started, options.token_timeout_s, sent_at)
             answer = EngineStream(begun, request) if request.streamed else BufferedAnswer(begun, request.answers)
             await answer.begin()
             return answer  # noqa: TRY300  an else block would be far from here
         except BaseException as error:
-            await give_up(error, lease, hop, response, limit_s, streamed=request.streamed)
+            await give_up(error, lease, hop, body, limit_s, streamed=request.streamed)
             raise
 
-    def _http(self, replica: Replica, request: EngineRequest, hop: Hop) -> httpx.Request:
-        """Return a request as it is sent; its headers are made here, as httpx takes several times longer for that."""
+    def _post(self, replica: Replica, request: EngineRequest, hop: Hop) -> tuple[Origin, bytes]:
         # Callers repeat their ids, several routers share engines, and an engine may still hold an attempt that was given up:
         # it mixes up requests of one id.
         number = f"{request.request_id}-{self._id}-{next(self._numbers):x}"
-        url, host = _address(replica.url + request.path)
-        content = request.body(replica)
-        headers = [
-            (b"host", host),
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(content)),
-            (b"x-request-id", number.encode("ascii")),
-        ]
+        headers = [(b"x-request-id", number.encode("ascii"))]
         if replica.api_key:
             headers.append((b"authorization", b"Bearer " + replica.api_key.encode("ascii")))
         if request.path == MESSAGES and request.priority and replica.takes_priority:  # its body cannot say it
             headers.append((b"x-vllm-priority", b"%d" % request.priority))
         headers += hop.headers
-        stream = httpx.ByteStream(content)
-        limits = self._streamed if request.streamed else self._whole
-        return httpx.Request("POST", url, headers=headers, stream=stream, extensions=limits)
+        return json_post(replica.url + request.path, headers, request.body(replica))
 
 
 def lease_for(
@@ -289,12 +270,6 @@ def lease_for(
         over_limit=over_limit,
         prefix=query.prefix,
     )
-
-
-@lru_cache(256)
-def _address(url: str) -> tuple[httpx.URL, bytes]:
-    read = httpx.URL(url)
-    return read, read.netloc
 
 
 def no_answer(errors: Iterable[UpstreamError], *told: str) -> NoEngineAnsweredError:
@@ -318,7 +293,7 @@ def _holds_object(content: bytes) -> bool:
 
 
 async def give_up(
-    error: BaseException, lease: Lease | OverflowHold, hop: Hop, response: httpx.Response | None, limit_s: float, *,
+    error: BaseException, lease: Lease | OverflowHold, hop: Hop, body: Body | None, limit_s: float, *,
     streamed: bool,
 ) -> None:  # fmt: skip
     """End an attempt that failed before its answer began; raise why, where that is another error."""
@@ -328,8 +303,8 @@ async def give_up(
             lease.failed(error_name(failure))
         lease.release()
         end_hop(hop, failure)
-        if response is not None:
-            await response.aclose()
+        if body is not None:
+            await body.aclose()
         if failure is not error:
             raise failure from without_trace(error)
     finally:
@@ -347,15 +322,15 @@ def _translated(error: BaseException, limit_s: float, *, streamed: bool) -> Base
     return error
 
 
-def status_error(response: httpx.Response, body: bytes | None) -> UpstreamError:
+def status_error(status: int, body: bytes | None, retry_after: str | None = None) -> UpstreamError:
     """Return the error for an answer that is not 200: the request's fault if the engine says so in vLLM's form.
 
-    What has another form is of a proxy in front of it, or of no vLLM; ``body`` None: it is not looked at.
+    What has another form is of a proxy in front of it, or of no vLLM; ``body`` None: it is not looked at. ``retry_after``:
+    that header.
     """
-    status = response.status_code
     blamed = (400 <= status < 500 and status not in _NOT_THE_REQUEST) or status == NOT_IMPLEMENTED  # noqa: PLR2004
     if not blamed:
-        return EngineFailedError(f"HTTP {status}", _retry_after(response))
+        return EngineFailedError(f"HTTP {status}", _retry_after(retry_after))
     if body is None:
         return refusal(status, b"")
     if (said := _said(body)) is None:
@@ -376,8 +351,8 @@ def _said(body: bytes) -> dict[str, Any] | None:
     return found if old else None
 
 
-def _retry_after(response: httpx.Response) -> float | None:
-    given = response.headers.get("retry-after", "").strip()
+def _retry_after(header: str | None) -> float | None:
+    given = (header or "").strip()
     if given.isdecimal():
         return float(given[:9])
     try:

@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import httpx
 from msgspec import Struct
@@ -69,7 +69,7 @@ class OverflowHold:
 class Attempt(Struct, frozen=True):
     tier: TierName
     lease: Lease | OverflowHold
-    response: httpx.Response
+    body: Body
     hop: Hop
     number: int  # attempts that failed before this one
     started: float  # when it was sent, by the monotonic clock
@@ -99,7 +99,7 @@ class EngineAnswer(ABC):
         self.parts: list[EngineStream] = []  # what other engines computed of it, in order
         self.complete = False
         self.output_tokens = 0  # the engine's count, or until that comes what its chunks tell
-        self._body = cast("Body", attempt.response.stream)
+        self._body = attempt.body
         self._first_at = self._last_at = 0.0
         self._closed = False
 
@@ -112,8 +112,7 @@ class EngineAnswer(ABC):
 
     @property
     def media_type(self) -> str | None:
-        raw = self.attempt.response.headers.raw
-        return next((value.decode("latin-1") for name, value in raw if name.lower() == b"content-type"), None)
+        return self._body.header(b"content-type")
 
     @property
     def tpot_ms(self) -> float | None:
@@ -128,13 +127,8 @@ class EngineAnswer(ABC):
 
     async def aclose(self, error: BaseException | None = None) -> None:
         """End all of it: the lease goes back, the connection is closed, which aborts what is unfinished, the span ends."""
-        try:
-            for part in self.parts:
-                await part.aclose(error)
-        finally:  # also when this is cancelled
-            await self.abandon(error)
-
-    async def abandon(self, error: BaseException | None) -> None:
+        for part in self.parts:
+            await part.aclose(error)  # which waits for nothing, so it is not cancelled
         if self._closed:
             return
         self._closed = True
@@ -321,7 +315,7 @@ class BufferedAnswer(EngineAnswer):
 
     async def begin(self) -> None:
         try:
-            self.content = await body_of(self.attempt.response, MAX_ANSWER_BYTES)
+            self.content = await body_of(self._body, MAX_ANSWER_BYTES)
         except httpx.ReadTimeout:
             raise
         except httpx.HTTPError as error:

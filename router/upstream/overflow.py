@@ -34,7 +34,7 @@ from router.upstream.errors import EngineBrokeError, EngineRefusedError, NoSlotE
 from router.upstream.json_object import JsonObject
 from router.upstream.settings import OverflowSettings, UpstreamSettings
 from router.upstream.sse import COMPLETION_FORMAT, WholeAnswer, decoded
-from router.upstream.transport import EngineTransport
+from router.upstream.transport import Body, EngineTransport, Origin, json_post
 from tiers.breaker import Breaker
 from tiers.spec import OVERFLOW, TierName, TierSpec
 
@@ -225,39 +225,36 @@ class OverflowClient:
         hop = Hop(request.operation, options.model, options.url, time.monotonic(), overflow=self.name)
         self._telemetry.start(hop, request.parameters)
         limit_s = options.first_token_timeout_s if request.streamed else times.answer_timeout_s
-        response: httpx.Response | None = None
+        body: Body | None = None
         started = time.monotonic()
         try:
-            response = await self._transport.handle_async_request(self._http(request, content, limit_s))
-            if response.status_code != httpx.codes.OK:
-                raise status_error(response, None)  # noqa: TRY301  one place ends the attempt
-            begun = Attempt(TierName(OVERFLOW), hold, response, hop, 0, started, times.token_timeout_s, sent_at)
+            connect_s = times.connect_timeout_s
+            limits = {"connect": connect_s, "pool": connect_s, "read": limit_s}
+            body = await self._transport.send(*self._post(request, content), limits)
+            if body.status != httpx.codes.OK:
+                later = body.header(b"retry-after")
+                raise status_error(body.status, None, later)  # noqa: TRY301  one place ends the attempt
+            begun = Attempt(TierName(OVERFLOW), hold, body, hop, 0, started, times.token_timeout_s, sent_at)
             answer: EngineAnswer = _stream(begun, request) if request.streamed else _WholeAnswer(begun, _FORMAT)
             answer.overflow = self.name
             await answer.begin()
             return answer  # noqa: TRY300  an else block would be far from here
         except BaseException as error:
-            await give_up(error, hold, hop, response, limit_s, streamed=request.streamed)
+            await give_up(error, hold, hop, body, limit_s, streamed=request.streamed)
             raise
 
     def _freed(self) -> None:
         self.in_flight -= 1
 
-    def _http(self, request: EngineRequest, content: bytes, limit_s: float) -> httpx.Request:
-        url = httpx.URL(self._options.url + request.path.removeprefix("/v1"))
+    def _post(self, request: EngineRequest, content: bytes) -> tuple[Origin, bytes]:
         headers = [
-            (b"host", url.netloc),
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(content)),
             (b"accept", b"text/event-stream" if request.streamed else b"application/json"),
             (b"accept-encoding", b"identity"),
             (b"user-agent", b"qarr"),
         ]
         if key := self._options.api_key.get_secret_value():
             headers.append((b"authorization", b"Bearer " + key.encode("ascii")))
-        connect_s = self._times.connect_timeout_s
-        limits = {"timeout": {"connect": connect_s, "pool": connect_s, "read": limit_s}}
-        return httpx.Request("POST", url, headers=headers, stream=httpx.ByteStream(content), extensions=limits)
+        return json_post(self._options.url + request.path.removeprefix("/v1"), headers, content)
 
     async def aclose(self) -> None:
         await self._transport.aclose()

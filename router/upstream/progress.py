@@ -47,7 +47,7 @@ class Progress:
     silent: list[int] = field(default_factory=list)
     begun: Point = BEGINNING  # where the engine that computes has begun
     _written: StringIO = field(default_factory=StringIO)
-    _points: list[tuple[int, int]] = field(default_factory=lambda: [BEGINNING])  # as ``Point``
+    _points: list[tuple[int, int]] = field(default_factory=partial(list, (BEGINNING,)))  # as ``Point``
     _spoken: bool = False  # the engine that computes has sent text
 
     @property

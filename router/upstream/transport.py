@@ -13,9 +13,9 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import httptools
@@ -30,6 +30,7 @@ LAST_CHUNK_S = 1.0  # within which the end of a body follows a stream's last eve
 _SWITCHING_PROTOCOLS, _OK = 101, 200
 
 Origin = tuple[str, str, int]  # scheme, host, port
+Headers = Sequence[tuple[bytes, bytes]]
 
 
 class ConnectionState(Enum):
@@ -87,6 +88,10 @@ class Body(httpx.AsyncByteStream):
             if self.fault is not None:
                 self._raise_fault()
             await self._wait()
+
+    def header(self, name: bytes) -> str | None:
+        """Return the value of a header, by its name in lower case."""
+        return next((value.decode("latin-1") for each, value in self.headers if each.lower() == name), None)
 
     def limit_reads(self, limit_s: float) -> None:
         self.read_timeout_s, self.from_sending = limit_s, False
@@ -366,8 +371,8 @@ class Connection(asyncio.Protocol):
 class EngineTransport(httpx.AsyncBaseTransport):
     """Connections to engines, used again one after another.
 
-    Of ``request.extensions["timeout"]`` the times ``connect``, ``pool`` and ``read`` are kept, in seconds. Other than in
-    httpx, ``read`` is for the whole answer, unless its reader limits each read (``Body.limit_reads``). Beyond
+    Of httpx's times (``request.extensions["timeout"]``, in seconds) ``connect``, ``pool`` and ``read`` are kept. Other than
+    there, ``read`` is for the whole answer, unless its reader limits each read (``Body.limit_reads``). Beyond
     ``max_requests`` at once (0: any number) further ones wait for at most the ``pool`` time.
     """
 
@@ -391,23 +396,29 @@ class EngineTransport(httpx.AsyncBaseTransport):
         return sum(connection.state is ConnectionState.ACTIVE for connection in self._connections)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request for one of httpx's clients."""
+        url, headers = request.url, request.headers.raw
+        message = _message(b"%b %b HTTP/1.1" % (request.method.encode("ascii"), url.raw_path), headers, request.read())
+        times = request.extensions.get("timeout") or {}
+        answer = await self.send(_origin(url), message, times, head_only=request.method == "HEAD")
+        return httpx.Response(answer.status, headers=answer.headers, stream=answer)
+
+    async def send(
+        self, origin: Origin, message: bytes, times: Mapping[str, float | None], *, head_only: bool = False
+    ) -> Body:
         """Send a request; return once the head of its answer has come. Close the answer.
 
         Raises:
             httpx.PoolTimeout: As many requests as may be were at work for too long.
             httpx.ConnectTimeout: No connection was made in time.
             httpx.ConnectError: None could be made.
-            httpx.LocalProtocolError: The request's head holds control characters.
             httpx.ReadError: The connection broke.
             httpx.ReadTimeout: The head did not come in time.
             httpx.RemoteProtocolError: It was closed before the answer's end, or what came is no HTTP.
         """
         if self._closed:
             raise RuntimeError("the transport is closed")
-        message, head_only = _message(request), request.method == "HEAD"
-        times: dict[str, float | None] = request.extensions.get("timeout") or {}
-        url, slots = request.url, self._slots
-        origin = url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80)
+        slots = self._slots
         if slots is not None:
             await (slots.acquire() if not slots.locked() else self._wait_for_slot(slots, times.get("pool")))
         connection: Connection | None = None
@@ -426,7 +437,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
                     kept.rest()  # it was closed before the request came: any other connection will do
                     connection = answer = None
                 else:
-                    return httpx.Response(answer.status, headers=answer.headers, stream=answer)
+                    return answer
         except BaseException:
             if connection is not None:
                 self._connections.discard(connection)
@@ -519,19 +530,35 @@ class EngineTransport(httpx.AsyncBaseTransport):
                 del self._idle[connection.origin]
 
 
-def _message(request: httpx.Request) -> bytes:
-    head, headers = b"%b %b HTTP/1.1" % (request.method.encode("ascii"), request.url.raw_path), request.headers.raw
+def json_post(url: str, headers: Headers, content: bytes) -> tuple[Origin, bytes]:
+    """Return where a POST request with a JSON body goes, and its bytes; ``httpx.LocalProtocolError``: see ``_message``."""
+    origin, target, host = _address(url)
+    usual = (b"host", host), (b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))
+    return origin, _message(b"POST %b HTTP/1.1" % target, (*usual, *headers), content)
+
+
+@lru_cache(256)
+def _address(url: str) -> tuple[Origin, bytes, bytes]:
+    read = httpx.URL(url)
+    return _origin(read), read.raw_path, read.netloc
+
+
+def _origin(url: httpx.URL) -> Origin:
+    return url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80)
+
+
+def _message(head: bytes, headers: Headers, content: bytes) -> bytes:
+    """Return a request as it is sent; ``httpx.LocalProtocolError``: a header holds a line break or a NUL."""
     for header in headers:
         head += b"\r\n%b: %b" % header
     if head.count(b"\n") + head.count(b"\r") != 2 * len(headers) or b"\0" in head:
         raise httpx.LocalProtocolError("a header holds a line break or a NUL")
-    return b"%b\r\n\r\n%b" % (head, request.read())
+    return b"%b\r\n\r\n%b" % (head, content)
 
 
-async def body_of(response: httpx.Response, limit: int | None = None) -> bytes:
+async def body_of(body: Body, limit: int | None = None) -> bytes:
     found: list[bytes] = []
-    size, body = 0, response.stream
-    assert isinstance(body, Body)
+    size = 0
     try:
         async for part in body:
             found.append(part)

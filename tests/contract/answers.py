@@ -5,6 +5,7 @@ Numbers, texts and ids are reduced to their types, so neither time nor chance is
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -136,6 +137,8 @@ async def forms(folder: Path) -> dict[str, Form]:
     found: dict[str, Form] = {}
     async with router_stack(folder / "whole") as stack:
         for name, asked in {**GENERATED, **READ, **REFUSED}.items():
+            while name == "usage" and not (await stack.client.get(f"{stack.url}/usage")).json()["usage"]:
+                await asyncio.sleep(0.05)  # it is written once a second
             found[name] = Form(asked, await form_of(stack.client, stack.url, asked))
         trace = (await stack.client.get(f"{stack.url}/traces")).json()["traces"][0]["trace_id"]
         asked = Asked("GET", "/traces/{trace_id}", params={"trace_id": trace})

@@ -17,6 +17,7 @@ from tiers.spec import ReplicaStatus
 
 pytestmark = pytest.mark.anyio
 MORE, CLIENTS = 20, 40  # some requests at once for each replica: one that is idle may stay so
+DELAY_S = 0.05  # of a token: engines bound the load, not this process, which has to bring replicas up meanwhile
 PATIENT = {"admission": {"max_wait_s": dict.fromkeys(("interactive", "standard", "batch"), 1e6)}}
 
 
@@ -59,12 +60,12 @@ async def under_load(stack: Stack) -> AsyncIterator[Load]:
 async def test_twenty_replicas_come_and_go_under_load_without_a_failed_request(tmp_path: Path) -> None:
     """Each of them serves, and afterwards nothing of it is left: no replica, no series, no lease."""
     async with (
-        serving_all(*(FakeEngine(Behaviour(delay_s=0.005)).app for _ in range(MORE))) as urls,
+        serving_all(*(FakeEngine(Behaviour(delay_s=DELAY_S)).app for _ in range(MORE))) as urls,
         router_stack(tmp_path, PATIENT) as stack,
     ):
         fleet, tiers = stack.fleet, [spec.name for spec in stack.fleet.specs]
         for behaviour in stack.engines.values():
-            behaviour.delay_s = 0.005
+            behaviour.delay_s = DELAY_S
         async with under_load(stack) as load:
             added = []
             for number, url in enumerate(urls):

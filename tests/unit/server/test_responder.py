@@ -220,4 +220,4 @@ async def test_clients_of_a_router_that_leaves_are_told_to_close(phase: ServerPh
     out.outer, out.server_state = out.send, ServerState(phase)
     await out.respond({"type": START, "status": 200, "headers": []})
     assert (b"connection: close" in wire.written) is (phase is not ServerPhase.OPEN)
-    out.forget()
+    out.stop_waiting()

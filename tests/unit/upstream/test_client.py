@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 
-import httpx
 import pytest
 
 from router.api.problems import describe
@@ -94,7 +93,7 @@ async def test_what_blames_the_request_is_not_tried_elsewhere(status: int) -> No
 )
 def test_an_answer_that_is_not_vllms_is_the_engines_fault(status: int, body: bytes, blames: str) -> None:
     """A proxy in front of it, or a model that it no longer has: another may answer."""
-    failure = status_error(httpx.Response(status), body)
+    failure = status_error(status, body)
     assert type(failure) is (EngineFailedError if blames == "engine" else EngineRefusedError)
 
 
@@ -104,7 +103,7 @@ def test_an_answer_that_is_not_vllms_is_the_engines_fault(status: int, body: byt
 )
 async def test_when_an_engine_wants_to_be_asked_again_is_passed_on(given: str, seconds: float | None) -> None:
     """The soonest, if all say; the caller gets it as Retry-After."""
-    failures = [status_error(httpx.Response(429, headers={"retry-after": given}), b""), EngineFailedError("x", 40.0)]
+    failures = [status_error(429, b"", given), EngineFailedError("x", 40.0)]
     assert getattr(failures[0], "retry_after_s", None) == seconds
     after = describe(no_answer(failures, "a", "b")).retry_after_s
     assert after == (30 if seconds == 30.0 else 1)

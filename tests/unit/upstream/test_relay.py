@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 
-import httpx
 import pytest
 
 from router.telemetry.record import Hop
@@ -66,10 +65,11 @@ class Reader:
         self.raw = b""
         self._takes = takes
         spec = TierSpec(TierName.FAST, 4096, 16, 1, urls=("http://engine",), precision="awq")
-        response = httpx.Response(200, stream=answer_on(self.connection))
         hold = OverflowHold(OverflowServer("e", spec), 1, lambda: None)
         hop = Hop("chat", "m", "http://engine", 0.0, overflow="e")
-        self.answer = EngineStream(Attempt(TierName.FAST, hold, response, hop, 0, 0.0, 100, 0.0), ASKED)
+        self.answer = EngineStream(
+            Attempt(TierName.FAST, hold, answer_on(self.connection), hop, 0, 0.0, 100, 0.0), ASKED
+        )
 
     @property
     def progress(self) -> Progress:
