@@ -114,7 +114,7 @@ class App:
             settings.state.redis_url.get_secret_value(), fleet, self.pipeline.admission.waiting_for
         )
         self._usage = UsageLog(self._database, self.pipeline.charging)
-        registry.observers.append(self._usage.offer)
+        registry.of_keys.append(self._usage.offer)
         self._live = Live(
             self.pipeline, self._profiling, self._evaluation,
             server_state=self.state, keys=keys, settings=settings.telemetry, about=self._about,

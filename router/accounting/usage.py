@@ -64,7 +64,7 @@ class UsageLog:
         self.observers: list[Callable[[Row, Use], None]] = []
 
     def offer(self, record: RequestRecord) -> None:
-        if record.usage or (record.served.overflow is not None and record.key_id):
+        if record.usage or record.served.overflow is not None:
             self._records.append(record)
 
     async def run(self) -> None:

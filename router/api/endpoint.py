@@ -178,8 +178,8 @@ def answer_headers(active: ActiveRequest, settings: TelemetrySettings) -> dict[s
         headers["x-qarr-trace-url"] = address
     if decision.query.truncated:
         headers["x-qarr-truncated"] = decision.query.truncated
-    if spec.checkpoint_id:
-        headers["x-qarr-checkpoint"] = spec.checkpoint_id
+    if checkpoint := answer.attempt.hop.checkpoint:
+        headers["x-qarr-checkpoint"] = checkpoint
     return headers
 
 

@@ -34,10 +34,8 @@ def read_chat(document: JsonObject, counter: TokenCounter) -> PromptText:
             texts.append(content if isinstance(content, str) else text_of(content))
             others += other_parts(content) if isinstance(content, list) else ()
             calls.append("".join([str(message.get(key) or "") for key in ("tool_calls", "function_call")]))
-    extras = beside(document)
-    parts = [
-        Part(text, counter.count(text)) for text in extras
-    ]  # templates write them first, or after the system prompt
+    # Templates write these first, or after the system prompt.
+    parts = [Part(text, counter.count(text)) for text in beside(document)]
     turn, counted = last_turn(messages, texts), None
     for message, text, call in zip(messages, texts, calls, strict=True):
         tokens = counter.count(text)

@@ -88,7 +88,8 @@ class RequestMiddleware:
         finally:
             self._server_state.active_requests.discard(task)
             del scope[OUT]
-            out.stop_waiting()
+            if not out.begun or out.early:
+                out.stop_waiting()
             out.task = out.outer = None
             if out.status >= CLIENT_ERROR:
                 log_failure(scope, out.status)

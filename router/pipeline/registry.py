@@ -80,7 +80,7 @@ class ActiveRequest(Struct, eq=False):
 class RequestRegistry:
     """Holds the open requests and the last records. One event loop owns it.
 
-    ``observers`` are called with each record, in order.
+    ``observers`` are called with each record, in order; ``of_keys`` with those of callers with a key.
     """
 
     def __init__(self, server_state: ServerState, kept: int) -> None:
@@ -90,6 +90,7 @@ class RequestRegistry:
         self._failed: deque[RequestRecord] = deque(maxlen=kept)  # or slow: good ones do not displace them
         self.window: deque[tuple[float, TierName | None, Outcome, Times, bool | None]] = deque(maxlen=WINDOW_RECORDS)
         self.observers: list[Callable[[RequestRecord], None]] = []
+        self.of_keys: list[Callable[[RequestRecord], None]] = []
         self.totals: Counter[str] = Counter()
 
     @property
@@ -122,7 +123,7 @@ class RequestRegistry:
         while window[0][0] < now - WINDOW_S:
             window.popleft()
         level = logging.WARNING if record.kept_for is KeptFor.ERROR else logging.INFO
-        observers = self.observers
+        observers = [*self.of_keys, *self.observers] if record.key_id else self.observers
         if request_lines.isEnabledFor(level):
             observers = [partial(log_request, level=level), *observers]
         for observe in observers:
@@ -155,8 +156,9 @@ class RequestRegistry:
             if answer.overflow is not None:
                 served = served._replace(overflow=answer.overflow)
             else:
-                parts, failed = tuple([part.tier for part in answer.parts]), answer.attempt.number
-                served = Served(answer.tier, answer.replica_id, spec.precision, spec.checkpoint_id, failed, parts)
+                parts, hop = tuple([part.tier for part in answer.parts]), answer.attempt.hop
+                checkpoint = hop.checkpoint or None
+                served = Served(answer.tier, answer.replica_id, spec.precision, checkpoint, hop.number, parts)
         sla_met = None if sla.ttft_ms is None and sla.tpot_ms is None else _met(sla, outcome, ttft_ms, tpot_ms)
         kept_for = KeptFor.SLA_MISS if sla_met is False else KeptFor.RECENT
         return RequestRecord(

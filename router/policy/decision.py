@@ -285,8 +285,7 @@ class Decision(Struct, frozen=True):
 
     @property
     def precision(self) -> str | None:
-        chosen = self.chosen
-        return None if chosen is None else chosen.precision
+        return self.chosen.precision if self.chosen is not None else None
 
 
 class RequestRefusedError(Exception):

@@ -225,21 +225,18 @@ class Upstream:
         )
         self._telemetry.start(hop, request.parameters)
         body: Body | None = None
-        started = time.monotonic()
-        options = self._options
-        limit_s = options.first_token_timeout_s if request.streamed else options.answer_timeout_s
+        times = self._streamed if request.streamed else self._whole
         try:
-            times = self._streamed if request.streamed else self._whole
             body = await self._transport.send(*self._post(replica, request, hop), times)
             if body.status != httpx.codes.OK:
                 content, later = await body_of(body, MAX_ERROR_BYTES), body.header(b"retry-after")
                 raise status_error(body.status, content, later)  # noqa: TRY301  one place ends the attempt
-            begun = Attempt(tier, lease, body, hop, number, started, options.token_timeout_s, sent_at)
+            begun = Attempt(tier, lease, body, hop, self._options.token_timeout_s, sent_at)
             answer = EngineStream(begun, request) if request.streamed else BufferedAnswer(begun, request.answers)
             await answer.begin()
             return answer  # noqa: TRY300  an else block would be far from here
         except BaseException as error:
-            await give_up(error, lease, hop, body, limit_s, streamed=request.streamed)
+            await give_up(error, lease, hop, body, times["read"], streamed=request.streamed)
             raise
 
     def _post(self, replica: Replica, request: EngineRequest, hop: Hop) -> tuple[Origin, bytes]:

@@ -24,19 +24,19 @@ _NUMBERS = {
     },
 }
 # What of a request says how tokens are chosen, and holds for its continuation as well.
-_SAMPLING = (
+_SAMPLING = {
     "allowed_token_ids", "bad_words", "cache_salt", "frequency_penalty", "ignore_eos", "include_stop_str_in_output",
     "logit_bias", "min_p", "min_tokens", "presence_penalty", "repetition_detection", "repetition_penalty", "seed",
     "skip_special_tokens", "spaces_between_special_tokens", "stop", "stop_token_ids", "temperature", "top_k",
     "top_p", "vllm_xargs", "watermarking",
-)  # fmt: skip
+}  # fmt: skip
 # What makes an answer one that cannot be taken over halfway: it has a structure of its own, or tells more than text.
-_NOT_RESUMABLE = (
+_NOT_RESUMABLE = {
     "echo", "ec_transfer_params", "functions", "guided_choice", "guided_decoding_backend", "guided_grammar",
     "guided_json", "guided_regex", "kv_transfer_params", "logprob_token_ids", "logprobs", "mm_payload",
     "prompt_embeds", "prompt_logprobs", "return_prompt_text", "return_token_ids", "return_token_offsets",
     "return_tokens_as_token_ids", "structured_outputs", "suffix", "tools", "top_logprobs", "use_beam_search",
-)  # fmt: skip
+}  # fmt: skip
 
 
 class EngineRequest(Struct, frozen=True, kw_only=True):
@@ -115,7 +115,7 @@ def continuable_of(document: JsonObject, priority: int, *, choices: int, chat: b
     plain = form is None or (isinstance(form, dict) and form.get("type") == "text")
     options = document.get("stream_options")
     counting = isinstance(options, dict) and options.get("continuous_usage_stats")
-    if choices != 1 or not plain or counting or any(document.get(name) for name in _NOT_RESUMABLE):
+    if choices != 1 or not plain or counting or any(map(document.get, document.values.keys() & _NOT_RESUMABLE)):
         return None
     messages = document.get("messages")
     if isinstance(messages, list) and not all(map(_is_text, messages)):
@@ -123,8 +123,8 @@ def continuable_of(document: JsonObject, priority: int, *, choices: int, chat: b
     limit = token_limit(document, chat=chat)
     if limit is None and not chat and "max_tokens" not in document.values:
         limit = DEFAULT_COMPLETION
-    values = ((name, document.get(name)) for name in _SAMPLING)
-    return Continuable(limit, {name: value for name, value in values if value is not None}, priority)
+    sampling = {name: value for name, value in document.values.items() if name in _SAMPLING and value is not None}
+    return Continuable(limit, sampling, priority)
 
 
 def token_limit(document: JsonObject, *, chat: bool) -> int | None:

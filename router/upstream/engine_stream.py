@@ -18,7 +18,6 @@ from router.upstream.errors import (
     EngineBrokeError,
     EngineFailedError,
     EngineRefusedError,
-    EngineStalledError,
     UpstreamError,
     without_trace,
 )
@@ -32,7 +31,8 @@ from tiers.spec import TierName, TierSpec
 Feed = Callable[[Sequence[Chunk]], bool]  # takes what came together; tells whether it takes more now
 Drain = Callable[[], Awaitable[None]]  # waits until it does
 
-NOTED_AT = 16  # chunks that are noted at once: noting each by itself costs twice as much
+NOTED_EVERY_S = 0.1  # noting each chunk by itself costs twice as much
+ENDED_EARLY = "the engine's stream ended early"
 MAX_ANSWER_BYTES = 1 << 28  # of one that is not streamed: log-probabilities of a long prompt take many
 
 
@@ -71,8 +71,6 @@ class Attempt(Struct, frozen=True):
     lease: Lease | OverflowHold
     body: Body
     hop: Hop
-    number: int  # attempts that failed before this one
-    started: float  # when it was sent, by the monotonic clock
     token_timeout_s: float  # longest time between two tokens
     sent_at: float  # when the request was first sent, to whichever replica
 
@@ -165,6 +163,7 @@ class EngineStream(EngineAnswer):
         self.continuable = request.continuable is not None  # another engine could go on from what the caller has
         self._progress = Progress(request.continuable.held_back if request.continuable is not None else 0)
         self._unnoted: list[Chunk] = []  # chunks that are not in ``_progress``
+        self._untold, self._note_at = 0, 0.0  # tokens that the replica was not told of; when that is to be done
         # what lets another engine go on, set before the answer is relayed
         self.continuation: Callable[[EngineStream, EngineBrokeError, Feed, Drain], Awaitable[None]] | None = None
         self.failed_over = False  # the first engine did not end the answer
@@ -179,12 +178,19 @@ class EngineStream(EngineAnswer):
     def progress(self) -> Progress:
         """Return what the caller has, if the answer is ``continuable``."""
         if self._unnoted:
-            self._progress.note(self._unnoted)
-            self._unnoted.clear()
+            self._note(time.monotonic())
         return self._progress
 
+    def _note(self, now: float) -> None:
+        self._note_at = now + NOTED_EVERY_S
+        self._progress.note(self._unnoted)
+        self._unnoted.clear()
+        self.attempt.lease.produced(self._untold)
+        self._untold = 0
+
     async def begin(self) -> None:
-        await self._read()
+        if await self._body.pump(self.feed) and not self._parser.ended:
+            raise EngineBrokeError(ENDED_EARLY)
         progress = self.progress
         # Until something was sent another can answer; afterwards one can go on with text alone, from the prompt's ids.
         if not (self._shown and self.continuable and progress.prompt_ids and progress.continuable):
@@ -196,9 +202,10 @@ class EngineStream(EngineAnswer):
         self._first_at = self._last_at = now = time.monotonic()
         attempt.hop.first_token_at = now
         self.ttft_ms = (now - self.sent_at) * 1000
-        attempt.lease.first_token((now - attempt.started) * 1000)
+        attempt.lease.first_token((now - attempt.hop.began) * 1000)
         if self.output_tokens:
             attempt.lease.produced(self.output_tokens)
+        self._note_at = now + NOTED_EVERY_S
 
     async def relay(self, feed: Feed, drain: Drain) -> None:
         """Let ``feed`` have all of it as it comes, from whichever engine; return after its end.
@@ -230,7 +237,8 @@ class EngineStream(EngineAnswer):
         if not parser.ended:
             self._out = feed
             try:
-                await self._read()
+                if await self._body.pump(self.feed) and not parser.ended:
+                    raise EngineBrokeError(ENDED_EARLY)
             finally:
                 self._out = None  # it leads back here
         if self._failures:
@@ -243,16 +251,6 @@ class EngineStream(EngineAnswer):
         self._body.over = True  # once the end is there, the connection can be used again
         self.complete = True
         return True
-
-    async def _read(self) -> None:
-        try:
-            ended = await self._body.pump(self.feed)
-        except httpx.ReadTimeout:
-            raise EngineStalledError(f"the engine sent no token for {self.attempt.token_timeout_s:g} s") from None
-        except httpx.HTTPError as error:
-            raise EngineBrokeError("the engine's connection broke off") from without_trace(error)
-        if ended and not self._parser.ended:
-            raise EngineBrokeError("the engine's stream ended early")
 
     def feed(self, data: bytes) -> bool:
         """Take a part of the stream: note what it holds, and pass it on; tell whether more is wanted now."""
@@ -267,8 +265,6 @@ class EngineStream(EngineAnswer):
             self.finish_reason = chunk.finish_reason or self.finish_reason
         if self.continuable:
             self._unnoted += chunks
-            if len(self._unnoted) >= NOTED_AT:
-                _ = self.progress
         if tokens and not self.usage:
             self.output_tokens += tokens
         if self._out is None:  # nobody takes it yet
@@ -277,8 +273,10 @@ class EngineStream(EngineAnswer):
         if not chunks:
             return not parser.ended
         if tokens:
-            self._last_at = time.monotonic()
-            self.attempt.lease.produced(tokens)
+            self._last_at = now = time.monotonic()
+            self._untold += tokens
+            if now >= self._note_at:
+                self._note(now)
         try:
             return self._out(chunks) and not parser.ended
         except Exception as error:  # noqa: BLE001  raised in ``flow``: the engine's connection is not to blame

@@ -226,15 +226,13 @@ class OverflowClient:
         self._telemetry.start(hop, request.parameters)
         limit_s = options.first_token_timeout_s if request.streamed else times.answer_timeout_s
         body: Body | None = None
-        started = time.monotonic()
+        limits = {"connect": times.connect_timeout_s, "pool": times.connect_timeout_s, "read": limit_s}
         try:
-            connect_s = times.connect_timeout_s
-            limits = {"connect": connect_s, "pool": connect_s, "read": limit_s}
             body = await self._transport.send(*self._post(request, content), limits)
             if body.status != httpx.codes.OK:
                 later = body.header(b"retry-after")
                 raise status_error(body.status, None, later)  # noqa: TRY301  one place ends the attempt
-            begun = Attempt(TierName(OVERFLOW), hold, body, hop, 0, started, times.token_timeout_s, sent_at)
+            begun = Attempt(TierName(OVERFLOW), hold, body, hop, times.token_timeout_s, sent_at)
             answer: EngineAnswer = _stream(begun, request) if request.streamed else _WholeAnswer(begun, _FORMAT)
             answer.overflow = self.name
             await answer.begin()

@@ -21,6 +21,8 @@ from typing import Any, cast
 import httptools
 import httpx
 
+from router.upstream.errors import EngineBrokeError, EngineStalledError
+
 READ_BUFFER_BYTES = 1 << 15  # of an answer that nobody has read yet: with more than that, the socket is not read
 MAX_HEAD_BYTES = 1 << 16  # of an answer's status line and headers, informational ones included
 # A connection that was idle for longer is not used again. vLLM closes idle connections after 5 s (uvicorn's default,
@@ -95,7 +97,9 @@ class Body(httpx.AsyncByteStream):
 
     def limit_reads(self, limit_s: float) -> None:
         self.read_timeout_s, self.from_sending = limit_s, False
-        self.stop_timer()
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
     def __aiter__(self) -> Body:
         return self
@@ -119,7 +123,10 @@ class Body(httpx.AsyncByteStream):
         return part
 
     async def pump(self, sink: Callable[[bytes], bool]) -> bool:
-        """Let ``sink`` have what comes, as it comes, waking no task for it; False: it takes no more now, True: the end."""
+        """Let ``sink`` have what comes, as it comes, waking no task for it; False: it takes no more now, True: the end.
+
+        ``EngineBrokeError``: the connection failed; ``EngineStalledError``: nothing came in time.
+        """
         connection = self._connection
         while connection is not None:
             if self.parts:
@@ -130,8 +137,10 @@ class Body(httpx.AsyncByteStream):
                     return False
             if self.complete:
                 break
+            if isinstance(self.fault, httpx.ReadTimeout):
+                raise EngineStalledError(f"the engine sent no token for {self.read_timeout_s:g} s")
             if self.fault is not None:
-                self._raise_fault()
+                raise EngineBrokeError("the engine's connection broke off") from self.fault
             if connection.paused:
                 connection.resume_reading()
             self.sink = sink

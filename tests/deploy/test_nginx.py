@@ -235,7 +235,6 @@ async def test_a_router_that_leaves_fails_no_request(tmp_path: Path) -> None:
 
 
 def sent_to(behaviours: Iterable[Behaviour]) -> int:
-    """Return the number of callers' requests that engines were sent."""
     return sum(body.get("max_tokens", 0) > 100 for b in behaviours for body in b.requests)
 
 
@@ -247,8 +246,7 @@ async def test_a_post_that_was_sent_is_not_sent_again(tmp_path: Path) -> None:
             behaviour.delay_s = 5
         asked = asyncio.create_task(found.ask(stream=False))
         await until(lambda: sent_to(behaviours))  # not what routers ask for themselves
-        hit = found.first if sent_to(found.first.behaviours.values()) else found.second
-        hit.started[0].kill()
+        (found.first if sent_to(found.first.behaviours.values()) else found.second).started[0].kill()
         assert (await asked).status_code == 503
         assert sent_to(behaviours) == 1
 

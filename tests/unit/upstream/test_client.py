@@ -58,7 +58,7 @@ async def test_what_blames_the_engine_is_tried_elsewhere(status: int) -> None:
     """The failure counts against the replica, and the retry for the tier that it went to."""
     async with upstream_stack(fast=Behaviour(status=status)) as stack:
         answer = await stack.upstream.open(stack.decision(FAST), HI)
-        assert (answer.tier, answer.attempt.number) == (BALANCED, 1)
+        assert (answer.tier, answer.attempt.hop.number) == (BALANCED, 1)
         assert isinstance(answer, EngineStream)
         assert await text_of(answer) == ANSWER
         await answer.aclose()
@@ -163,7 +163,7 @@ async def test_a_full_tier_has_no_slot_but_for_what_was_admitted_before() -> Non
 async def test_excluded_replicas_are_not_asked() -> None:
     async with upstream_stack() as stack:
         answer = await stack.upstream.open(stack.decision(FAST), HI, exclude={"fast-0", "balanced-0"})
-        assert (answer.tier, answer.attempt.number) == (PRECISE, 0)
+        assert (answer.tier, answer.attempt.hop.number) == (PRECISE, 0)
         await answer.aclose()
         with pytest.raises(NoSlotError):
             await stack.upstream.open(stack.decision(FAST), HI, exclude={r.id for r in stack.fleet.replicas})

@@ -67,9 +67,7 @@ class Reader:
         spec = TierSpec(TierName.FAST, 4096, 16, 1, urls=("http://engine",), precision="awq")
         hold = OverflowHold(OverflowServer("e", spec), 1, lambda: None)
         hop = Hop("chat", "m", "http://engine", 0.0, overflow="e")
-        self.answer = EngineStream(
-            Attempt(TierName.FAST, hold, answer_on(self.connection), hop, 0, 0.0, 100, 0.0), ASKED
-        )
+        self.answer = EngineStream(Attempt(TierName.FAST, hold, answer_on(self.connection), hop, 100, 0.0), ASKED)
 
     @property
     def progress(self) -> Progress:
