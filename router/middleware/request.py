@@ -72,11 +72,12 @@ class RequestMiddleware:
         self._server_state.active_requests.add(task)
         try:
             app = await self._entered(scope)
-            await app(scope, receive, out.respond)
-        except Exception as error:  # as Starlette's middleware does it
-            await _tell(error, scope, receive, out)
-            if not is_known(error):
-                raise
+            try:
+                await app(scope, receive, out.respond)
+            except Exception as error:  # as Starlette's middleware does it
+                await _tell(error, scope, receive, out)
+                if not is_known(error):
+                    raise
         except asyncio.CancelledError:
             if not out.cycle.disconnected and not self._server_state.deadline_passed:
                 raise

@@ -152,13 +152,12 @@ class RequestRegistry:
             tokens = Tokens(read, answer.output_tokens, answer.cached_tokens, answer.predicted_cached_tokens)
             if answer.ttft_ms is not None:  # which it counts from when the request was sent
                 ttft_ms = answer.ttft_ms + (answer.sent_at - arrived) * 1000
-            tpot_ms, spec = answer.tpot_ms, answer.spec
+            tpot_ms = answer.tpot_ms
             if answer.overflow is not None:
                 served = served._replace(overflow=answer.overflow)
             else:
                 parts, hop = tuple([part.tier for part in answer.parts]), answer.attempt.hop
-                checkpoint = hop.checkpoint or None
-                served = Served(answer.tier, answer.replica_id, spec.precision, checkpoint, hop.number, parts)
+                served = Served(answer.tier, hop.replica, hop.precision, hop.checkpoint or None, hop.number, parts)
         sla_met = None if sla.ttft_ms is None and sla.tpot_ms is None else _met(sla, outcome, ttft_ms, tpot_ms)
         kept_for = KeptFor.SLA_MISS if sla_met is False else KeptFor.RECENT
         return RequestRecord(
