@@ -10,12 +10,13 @@ import os
 import stat
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from io import TextIOWrapper
 from logging.handlers import QueueListener, RotatingFileHandler
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 from tiers.private_files import OWNER_ONLY, make_private_folder, open_private
 
@@ -32,9 +33,20 @@ class Losses(logging.Handler):
     what: str  # loses lines; the subject of the sentences logged
     _lost, _last = 0, 0.0
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802  the library's name
-        self._lost, self._last = self._lost + 1, time.monotonic()
-        if self._lost == 1:
+    def write(self, records: Sequence[logging.LogRecord]) -> None:
+        """Write the lines of some records at once: a system call each would take the interpreter from the event loop."""
+        lines = [self.format(record) for record in records if record.levelno >= self.level and self.filter(record)]
+        if lines:
+            self.handle(made_record("", logging.CRITICAL, "", whole="\n".join(lines), lines=len(lines)))
+
+    def format(self, record: logging.LogRecord) -> str:
+        text: str | None = getattr(record, "whole", None)
+        return super().format(record) if text is None else text
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the library's name
+        before, self._last = self._lost, time.monotonic()
+        self._lost += getattr(record, "lines", 1)
+        if not before:
             error = sys.exception()
             why = getattr(error, "strerror", None) or error
             log.warning("%s cannot be written (%s): lines are lost until the log says how many", self.what, why)
@@ -99,8 +111,9 @@ class Writer(QueueListener):
 
     def __init__(self, *handlers: logging.Handler, what: str = "") -> None:
         self._waiting: SimpleQueue[Any] = SimpleQueue()
-        super().__init__(self._waiting, *handlers, respect_handler_level=True)
+        super().__init__(self._waiting, *handlers)
         self._left_out, self._what = 0, what
+        self._gathered: list[logging.LogRecord] = []
         self.start()
 
     def put(self, item: Any) -> None:
@@ -112,27 +125,34 @@ class Writer(QueueListener):
 
     def _tell_left_out(self) -> None:
         left_out, self._left_out = self._left_out, 0
-        if left_out:
-            text = f"{left_out} lines are left out here: they came faster than they could be written"
-            self._waiting.put(lambda: self._tell(text))
+        text = "lines are left out here: they came faster than they could be written"
+        if left_out and self._what:
+            log.warning("%s: %d %s", self._what, left_out, text)
+        elif left_out:
+            self._waiting.put(made_record("qarr.router", logging.WARNING, f"{left_out} {text}"))
 
     def dequeue(self, block: bool) -> Any:  # noqa: FBT001  the library's signature
         if self._waiting.empty():
+            self._write()
             time.sleep(GATHERED_S)
-        return self._waiting.get(block)
+        item = self._waiting.get(block)
+        if item is None:  # the end
+            self._write()
+        return item
 
     def handle(self, record: Any) -> None:
+        if isinstance(record, logging.LogRecord):
+            self._gathered.append(record)
+            return
+        self._write()
         with suppress(Exception):
-            if isinstance(record, logging.LogRecord):
-                super().handle(record)
-            else:
-                record()
+            record()
 
-    def _tell(self, text: str) -> None:
-        if self._what:
-            log.warning("%s: %s", self._what, text)
-        else:
-            super().handle(made_record("qarr.router", logging.WARNING, text))
+    def _write(self) -> None:
+        records, self._gathered = self._gathered, []
+        for handler in self.handlers if records else ():
+            with suppress(Exception):
+                cast("Losses", handler).write(records)
 
     def close(self) -> bool:
         thread, self._thread = self._thread, None
@@ -160,6 +180,10 @@ class _Lines(PrivateFile):
     """A file of lines, each file with its head."""
 
     _head = ""
+
+    def write(self, records: Sequence[logging.LogRecord]) -> None:
+        for record in records:
+            self.handle(record)
 
     def _open(self) -> TextIOWrapper[Any]:
         self._head = ""

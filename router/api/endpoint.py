@@ -164,11 +164,10 @@ class Answering:
 def answer_headers(active: ActiveRequest, settings: TelemetrySettings) -> dict[str, str]:
     answer, decision, queued = active.answer, active.decision, active.slot or active.diverted
     assert answer is not None
-    spec = answer.spec
     if answer.overflow is not None:  # no tier answers
         headers = {"x-qarr-overflow": answer.overflow}
     else:
-        headers = {"x-qarr-tier": answer.tier, "x-qarr-precision": spec.precision}
+        headers = {"x-qarr-tier": answer.tier, "x-qarr-precision": answer.spec.precision}
     headers["x-qarr-reason"] = reason_of(decision, answer)
     if queued is not None and queued.waited_ms:
         headers["x-qarr-queue-ms"] = f"{queued.waited_ms:.0f}"

@@ -88,8 +88,7 @@ class TierSettings(Section, reloads=frozenset({"urls"})):
         "the tier out, unless `discovery.file` names it.",
     )
     gpus: Annotated[tuple[NonNegativeInt, ...], AfterValidator(different)] = Field(
-        (),
-        description="CUDA devices for the engines started here, taken in turn; empty: those with most memory left.",
+        (), description="CUDA devices for the engines started here, taken in turn; empty: those with most memory left."
     )
     tensor_parallel: int = Field(1, ge=1, le=64, description="GPUs that share each layer of one engine.")
     pipeline_parallel: int = Field(1, ge=1, le=64, description="Stages, on GPUs of their own, of one engine's layers.")
@@ -307,8 +306,7 @@ class QuantizerSettings(Section):
     """The environment that makes checkpoints."""
 
     python: Path = Field(
-        default_factory=lambda: PROJECT / ".venv-quantizer/bin/python",
-        description="Python that has llm-compressor.",
+        default_factory=lambda: PROJECT / ".venv-quantizer/bin/python", description="Python that has llm-compressor."
     )
 
 

@@ -30,11 +30,7 @@ FULL = {
     Refusal.AT_CAPACITY: "every tier that may serve this is full",
     Refusal.NOT_READY: "no tier that may serve this is ready",
 }
-FAILURES: dict[type[UpstreamError], str] = {
-    UnsupportedError: "unsupported",
-    NoSlotError: "full",
-    PausedError: "paused",
-}
+FAILURES: dict[type[UpstreamError], str] = {UnsupportedError: "unsupported", NoSlotError: "full", PausedError: "paused"}
 
 
 @dataclass(frozen=True, slots=True)

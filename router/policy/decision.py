@@ -278,10 +278,7 @@ class Decision(Struct, frozen=True):
 
     @property
     def chosen(self) -> Estimate | None:
-        for each in self.choice.estimates:
-            if each.tier is self.tier:
-                return each
-        return None
+        return next((each for each in self.choice.estimates if each.tier is self.tier), None)
 
     @property
     def precision(self) -> str | None:

@@ -84,9 +84,7 @@ async def score(answer: Mapping[str, Any], ask: Callable[[dict[str, Any]], Await
 
 
 def compare(
-    answer: Sequence[int],
-    own: Sequence[Mapping[int, float]],
-    reference: Sequence[Mapping[int, tuple[float, int]]],
+    answer: Sequence[int], own: Sequence[Mapping[int, float]], reference: Sequence[Mapping[int, tuple[float, int]]]
 ) -> Scores:
     """Compare an answer's tokens with the reference's choices.
 

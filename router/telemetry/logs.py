@@ -270,10 +270,6 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line: ``at`` in Unix seconds, ``level``, ``logger``, ``message``, ids, and a record's own fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line; it is made once, for its size is asked for before it is written."""
-        made: str | None = getattr(record, "json", None)
-        if made is not None:
-            return made
         line: dict[str, Any] = {
             "at": round(record.created, 3),
             "level": record.levelname.lower(),
@@ -289,11 +285,9 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         try:
-            made = to_json(line, fallback=str, inf_nan_mode="constants").decode()
+            return to_json(line, fallback=str, inf_nan_mode="constants").decode()
         except ValueError:  # a lone surrogate, which the file's own encoding escapes
-            made = json.dumps(line, ensure_ascii=False, default=str, separators=(",", ":"))
-        record.__dict__["json"] = made
-        return made
+            return json.dumps(line, ensure_ascii=False, default=str, separators=(",", ":"))
 
 
 class TextFormatter(logging.Formatter):

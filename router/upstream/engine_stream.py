@@ -14,13 +14,7 @@ from msgspec import Struct
 from router.telemetry.record import Hop, error_name
 from router.telemetry.tracing import end_span
 from router.upstream.engine_request import EngineRequest
-from router.upstream.errors import (
-    EngineBrokeError,
-    EngineFailedError,
-    EngineRefusedError,
-    UpstreamError,
-    without_trace,
-)
+from router.upstream.errors import EngineBrokeError, EngineFailedError, EngineRefusedError, UpstreamError, without_trace
 from router.upstream.progress import Progress
 from router.upstream.sse import COMPLETION_FORMAT, USAGE, AnswerFormat, Chunk, EventParser, cached_tokens_of
 from router.upstream.transport import Body, body_of
