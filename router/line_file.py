@@ -23,6 +23,7 @@ from tiers.private_files import OWNER_ONLY, make_private_folder, open_private
 log = logging.getLogger(f"qarr.{__name__}")
 CALM_S = 10.0  # without a lost line, until a file counts as mended: a disk that is nearly full takes some lines
 QUEUED_LINES = 10_000
+AT_ONCE = 100  # lines that are written together, at most
 GATHERED_S = 0.05  # lines wait for others this long: each waking of a thread takes the interpreter from the event loop
 LAST_LINES_S = 2.0  # longest time for writing what is queued at the end
 
@@ -35,7 +36,13 @@ class Losses(logging.Handler):
 
     def write(self, records: Sequence[logging.LogRecord]) -> None:
         """Write the lines of some records at once: a system call each would take the interpreter from the event loop."""
-        lines = [self.format(record) for record in records if record.levelno >= self.level and self.filter(record)]
+        lines = []
+        for record in records:
+            try:
+                if record.levelno >= self.level and self.filter(record):
+                    lines.append(self.format(record))
+            except Exception:  # noqa: BLE001  as the library does it
+                self.handleError(record)
         if lines:
             self.handle(made_record("", logging.CRITICAL, "", whole="\n".join(lines), lines=len(lines)))
 
@@ -56,7 +63,7 @@ class Losses(logging.Handler):
         super().emit(record)
         if before and before == self._lost and time.monotonic() - self._last >= CALM_S:
             self._lost = 0
-            log.warning("%s is written again; %d lines are lost", self.what, before)
+            log.warning("%s is written again; up to %d lines are lost", self.what, before)
 
 
 class PrivateFile(Losses, RotatingFileHandler):
@@ -123,6 +130,8 @@ class Writer(QueueListener):
         self._tell_left_out()
         self._waiting.put(item)
 
+    put_nowait = put  # as the library's handler calls it
+
     def _tell_left_out(self) -> None:
         left_out, self._left_out = self._left_out, 0
         text = "lines are left out here: they came faster than they could be written"
@@ -143,6 +152,8 @@ class Writer(QueueListener):
     def handle(self, record: Any) -> None:
         if isinstance(record, logging.LogRecord):
             self._gathered.append(record)
+            if len(self._gathered) >= AT_ONCE:
+                self._write()
             return
         self._write()
         with suppress(Exception):

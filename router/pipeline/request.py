@@ -168,7 +168,4 @@ def class_priority(caller: Caller, asked: Priority | None, field: str) -> int:
 
 def class_of(priority: int) -> Priority:
     """Return the class of a priority in vLLM's numbers, which callers of OpenAI's endpoints may choose freely."""
-    for name, highest in PRIORITIES.items():
-        if priority <= highest:
-            return name
-    return "batch"
+    return next((name for name, highest in PRIORITIES.items() if priority <= highest), "batch")

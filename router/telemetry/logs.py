@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from logging.handlers import QueueHandler
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from urllib.parse import quote
 
 from pydantic_core import to_json
@@ -132,8 +132,7 @@ class Logging:
         self._file: _File | None = None
         self._writer = Writer(self._stderr)
         self.put = self._writer.put
-        self._handler = _Queued(self._writer.queue)
-        self._handler.put = self._writer.put
+        self._handler = _Queued(cast("Any", self._writer))
         logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # nobody reads them of a record
         logging.basicConfig(level=logging.WARNING, handlers=[self._handler], force=True)
         logging.captureWarnings(True)
@@ -164,7 +163,7 @@ class Logging:
         wanted, stderr = self._telemetry.request_lines, self._stderr
         file.requests = wanted != "stderr"
         stderr.requests &= wanted != "auto" or stderr.json
-        self._writer.handlers = (stderr, file)
+        self._writer.handlers = (file, stderr)  # a terminal may be stopped
         self.set_level(self._telemetry)
         return path if file.requests and not stderr.requests else None
 
@@ -205,8 +204,6 @@ def _is_request(record: logging.LogRecord) -> bool:
 
 
 class _Queued(QueueHandler):
-    put: Callable[[logging.LogRecord], None]
-
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         """Format the message now: its arguments may change. The record is not copied: no other handler gets it."""
         text, error = record.getMessage(), (record.exc_info or (None, None, None))[1]
@@ -217,9 +214,6 @@ class _Queued(QueueHandler):
         ids = _REQUEST.get()
         record.__dict__["ids"] = (ids.request_id, ids.trace_id) if ids is not None else None
         return record
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        self.put(record)
 
 
 class _Printed(io.TextIOBase):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -130,8 +130,7 @@ class Upstream:
             NoEngineAnsweredError: All attempts failed.
         """
         assert decision.tier is not None
-        tried: dict[str, UpstreamError] = {}
-        taken: set[str] = set()
+        tried, told, taken = dict[str, UpstreamError](), list[str](), set[str]()
         sent_at = sent_at or time.monotonic()
         self._retries.earn()
         targets = [decision.tier]
@@ -145,19 +144,20 @@ class Upstream:
                 taken.add(lease.replica.id)
                 if tried and not self._retries.spend():
                     lease.release()
-                    raise no_answer(tried.values(), *_causes(tried), "no retry, because too many requests fail")
+                    raise no_answer(tried.values(), *told, "no retry, because too many requests fail")
                 self.retries[tier] += bool(tried)
                 try:
                     return await self._attempt(tier, lease, request, len(tried), sent_at)
                 except (EngineUnreachableError, EngineFailedError, EngineBrokeError) as error:
                     tried[lease.replica.id] = error
+                    told.append(f"{lease.replica.id}: {error}")
                     self._telemetry.record_failed_attempt(lease.replica.id, error)
                     lease = None
             if elsewhere and len(targets) == 1:  # as things stand now, not when the request was admitted
                 targets += self._policy.successors(tier, decision.query)
         if not tried:
             raise NoSlotError(f"every slot on {', '.join(targets)} is taken")
-        raise no_answer(tried.values(), *_causes(tried))
+        raise no_answer(tried.values(), *told)
 
     async def pass_on(
         self, url: str, api_key: str, path: str, body: bytes, pool: Pool = "own", *, request_id: str = ""
@@ -273,10 +273,6 @@ def no_answer(errors: Iterable[UpstreamError], *told: str) -> NoEngineAnsweredEr
     """Return the error for attempts that all failed: it says what is ``told``, and when to ask again."""
     waits = [getattr(error, "retry_after_s", None) or 0.0 for error in errors]
     return NoEngineAnsweredError("; ".join(told), min(waits, default=0.0) or None)
-
-
-def _causes(tried: Mapping[str, UpstreamError]) -> list[str]:
-    return [f"{replica}: {error}" for replica, error in tried.items()]
 
 
 def _holds_object(content: bytes) -> bool:

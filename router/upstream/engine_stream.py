@@ -172,15 +172,16 @@ class EngineStream(EngineAnswer):
     def progress(self) -> Progress:
         """Return what the caller has, if the answer is ``continuable``."""
         if self._unnoted:
-            self._note(time.monotonic())
+            self._progress.note(self._unnoted)
+            self._unnoted.clear()
         return self._progress
 
     def _note(self, now: float) -> None:
         self._note_at = now + NOTED_EVERY_S
+        self.attempt.lease.produced(self._untold)  # only as tokens come: it counts as progress of the engine
+        self._untold = 0
         self._progress.note(self._unnoted)
         self._unnoted.clear()
-        self.attempt.lease.produced(self._untold)
-        self._untold = 0
 
     async def begin(self) -> None:
         if await self._body.pump(self.feed) and not self._parser.ended:

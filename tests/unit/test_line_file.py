@@ -88,6 +88,14 @@ def test_a_file_that_is_moved_or_removed_is_begun_anew(tmp_path: Path) -> None:
     assert lines(path) == ["three"]
 
 
+def test_lines_that_come_together_are_written_at_once(tmp_path: Path) -> None:
+    file = PrivateFile(tmp_path / "log", 0, 0, "the test's log")
+    file.setLevel(logging.INFO)
+    file.write([made_record("", level, str(level)) for level in (logging.INFO, logging.DEBUG, logging.ERROR)])
+    file.close()
+    assert lines(tmp_path / "log") == ["20", "40"]
+
+
 def test_a_full_disk_is_told_when_it_begins_and_when_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -96,8 +104,8 @@ def test_a_full_disk_is_told_when_it_begins_and_when_it_ends(
     path = tmp_path / "log"
     path.symlink_to(FULL)
     file = PrivateFile(path, 1000, 1, "the test's log")
-    for _ in range(50):
-        written(file, "lost")
+    for _ in range(5):
+        file.write([made_record("", logging.INFO, "lost")] * 10)
     path.unlink()
     for _ in range(50):
         written(file, "kept")
@@ -105,7 +113,7 @@ def test_a_full_disk_is_told_when_it_begins_and_when_it_ends(
     assert lines(path) == ["kept"] * 50
     assert [r.getMessage() for r in caplog.records] == [
         f"the test's log {path} cannot be written (No space left on device): lines are lost until the log says how many",
-        f"the test's log {path} is written again; 50 lines are lost",
+        f"the test's log {path} is written again; up to 50 lines are lost",
     ]
 
 

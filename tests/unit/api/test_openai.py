@@ -406,12 +406,7 @@ TOO_MANY: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"messages": HI, "n": 10**30}, "n", "an integer from 1 to 10"),
     (CHAT, {"messages": HI, "n": 11}, "n", "asks for 11 answers"),
     ("/v1/completions", {"prompt": "hi", "best_of": 11}, "best_of", "asks for 11 answers"),
-    (
-        "/v1/completions",
-        {"prompt": ["hi"] * 4, "n": 3},
-        "n",
-        "for each of 4 prompts (allowed: an integer from 1 to 2)",
-    ),
+    ("/v1/completions", {"prompt": ["hi"] * 4, "n": 3}, "n", "for each of 4 prompts (allowed: an integer from 1 to 2)"),
     ("/v1/completions", {"prompt": ["hi"] * 11}, "prompt", "at most 10 prompts in one request"),
 ]
 

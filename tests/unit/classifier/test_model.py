@@ -33,12 +33,7 @@ TEXT = st.text(st.characters(), max_size=300)  # unpaired surrogates too
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [
-        ("def getName(x1):", "def getname ( x 1 ):"),
-        ("Été à Paris", "été à paris"),
-        ("a == b\n", "a == b ⏎"),
-        ("", "∅"),
-    ],
+    [("def getName(x1):", "def getname ( x 1 ):"), ("Été à Paris", "été à paris"), ("a == b\n", "a == b ⏎"), ("", "∅")],
 )
 def test_lines(text: str, expected: str) -> None:
     """Words are apart from marks, digits and line breaks; a text of which nothing is left has a part of its own."""

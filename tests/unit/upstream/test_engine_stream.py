@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -117,6 +118,7 @@ async def test_a_silent_engine_has_stalled() -> None:
         answer = await stack.stream()
         with pytest.raises(EngineStalledError, match=r"no token for 0\.1 s"):
             await text_of(answer)
+        assert stack.replica(FAST).silence_s(monotonic()) >= 0.1, "the watchdog counts on"
         await answer.aclose()
 
 
