@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 QARR = Path(sys.executable).with_name("qarr")
 BALANCED_ARGS = ["--block-size", "64"]  # of the KV cache, which the engine tells in its metrics
-HANG_S = "10"  # longer than the longest prompt takes on two cores
+HANG_S = "10"  # and 30 s to answer one token, which is longer than the longest prompt takes on two cores
 NEEDED_GIB, ALONE_GIB = 15.0, 6.0  # of free memory: some tests start a fleet beside the session's; some need neither
 START_LIMIT_S = 1500  # checkpoints are made first where the cache has none
 

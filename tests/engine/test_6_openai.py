@@ -369,7 +369,7 @@ def test_precisions_and_truncation_on_real_engines(engine: Side, router: Side) -
     assert served.headers["x-qarr-precision"] == "bf16"
     assert "int4" in ask(router, provider={"quantizations": ["int8"]}, model="auto").json()["error"]["message"]
     turns = [
-        {"role": role, "content": f"{role} {n} says: " + f"word number {n}, " * 60}
+        {"role": role, "content": f"{role} {n} says: " + f"word number {n}, " * 30}
         for n in range(8)
         for role in ("user", "assistant")
     ]
