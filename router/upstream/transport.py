@@ -97,9 +97,7 @@ class Body(httpx.AsyncByteStream):
 
     def limit_reads(self, limit_s: float) -> None:
         self.read_timeout_s, self.from_sending = limit_s, False
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
+        self.stop_timer()
 
     def __aiter__(self) -> Body:
         return self

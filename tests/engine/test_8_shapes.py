@@ -234,8 +234,12 @@ def _several_tokens_a_step(other: Up) -> None:
     answer = other.generate(tier="precise", prompt=PROMPTS[2], max_tokens=40)
     assert answer.headers["x-qarr-tier"] == "precise"
     events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: ")]
-    assert "quick brown fox jumps over" in "".join(event.get("text", "") for event in events)  # it may turn then
-    tokens = events[-1]["usage"]["completion_tokens"]
+    text, last = "".join(event.get("text", "") for event in events), events[-1]
+    tokens = last["usage"]["completion_tokens"]
+    asked = {"model": "precise", "prompt": text, "add_special_tokens": False}
+    count = httpx.post(f"{other.url}/tokenize", json=asked, trust_env=False).json()["count"]
+    assert count + (last["finish_reason"] == "stop") == tokens, text
+    assert "quick brown fox" in text
     assert sum("text" in event for event in events) < tokens
     record = httpx.get(f"{other.url}/requests", trust_env=False).json()["requests"][0]
     assert (record["served_by"], record["output_tokens"]) == ("precise", tokens)

@@ -23,7 +23,7 @@ FORBIDDEN = {
 }
 LONGEST_FUNCTION = 60
 # They only go down: who adds lines, words or a setting takes others away.
-CEILINGS = {"router": 22_985, "tests": 40_354, "words": 26_030, "settings": 108}
+CEILINGS = {"router": 22_983, "tests": 40_351, "words": 26_030, "settings": 108}
 # Of a streamed request, as scripts/structure.py counts it.
 PATH = {
     "modules a streamed request passes": 33,

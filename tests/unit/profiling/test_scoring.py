@@ -53,11 +53,7 @@ def test_truncation_never_raises_kl(p: list[float], q: list[float], kept: int) -
 
 def test_scores_by_hand() -> None:
     """Disagreement by rank, and regret against the reference's own first choice."""
-    reference = [
-        {10: (math.log(0.9), 1)},
-        {11: (math.log(0.2), 2), 99: (math.log(0.7), 1)},
-        {12: (math.log(0.5), 1)},
-    ]
+    reference = [{10: (math.log(0.9), 1)}, {11: (math.log(0.2), 2), 99: (math.log(0.7), 1)}, {12: (math.log(0.5), 1)}]
     found = compare([10, 11, 12], [{10: math.log(0.9)}, {11: 0.0}, {12: math.log(0.5)}], reference)
     assert (found.tokens, found.disagreed) == (3, 1)
     assert found.regret == pytest.approx(math.log(0.7 / 0.2))

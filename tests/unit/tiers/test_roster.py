@@ -77,10 +77,7 @@ def test_what_several_sources_name_is_one_engine() -> None:
         (FAST, "http://10.0.0.5:8000", "settings, dns"),
         (PRECISE, "http://10.0.0.7:8000", "file"),
     ]
-    same = [
-        ("http://localhost:80/", "http://127.0.0.1"),
-        ("https://A.example", "https://a.example:443/"),
-    ]
+    same = [("http://localhost:80/", "http://127.0.0.1"), ("https://A.example", "https://a.example:443/")]
     assert [{normalised(url) for url in urls} == {normalised(urls[0])} for urls in same] == [True, True]
     assert (
         len({normalised(f"http://{host}:8000") for host in ("127.0.0.1", "127.0.0.2", "[::1]", "h", "[fd00::1]")}) == 5
