@@ -114,7 +114,7 @@ class App:
             settings.state.redis_url.get_secret_value(), fleet, self.pipeline.admission.waiting_for
         )
         self._usage = UsageLog(self._database, self.pipeline.charging)
-        registry.of_keys.append(self._usage.offer)
+        registry.observers.append(self._usage.offer)
         self._live = Live(
             self.pipeline, self._profiling, self._evaluation,
             server_state=self.state, keys=keys, settings=settings.telemetry, about=self._about,
@@ -136,8 +136,7 @@ class App:
     ) -> Pipeline:
         kept, samples = settings.telemetry, None
         registry = RequestRegistry(self.state, kept.recent_requests)
-        if telemetry.exports:
-            registry.observers.append(telemetry.record_outcome)
+        registry.observers.append(lambda record: policy.served(record.decision, record.served.tier))
         decisions = DecisionLog(kept.decision_log, DECISION_LOG_BYTES) if kept.decision_log is not None else None
         if decisions is not None:
             registry.observers.append(partial(log_outcome, decisions))
@@ -267,6 +266,7 @@ class App:
         tasks = [asyncio.create_task(lasting(each, name), name=name) for name, each in work.items()]
         yield
         await self._streams.aclose()
+        pipeline.registry.tell()
         await end_tasks(tasks)
         for part in (
             self._profiling, self._shared, pipeline.quotas, pipeline.charging.reservations, self._database,

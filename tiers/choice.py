@@ -11,13 +11,13 @@ from __future__ import annotations
 from math import exp, inf, sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
-from tiers.snapshot import FleetLoad, FleetSnapshot, ReplicaState, TierSnapshot, load_of
+from tiers.snapshot import FleetLoad, ReplicaState, TierSnapshot, load_of
 from tiers.spec import ReplicaStatus
+from tiers.speed import IDLE, Load, Times
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tiers.speed import SpeedModel
 
 HOME_SHARE = 0.5  # of what no replica is known to hold: supposed to be cached on the session's own replica
 READY = ReplicaStatus.READY
@@ -62,47 +62,53 @@ class Candidate(NamedTuple):
         replica: None: no replica is ready.
         times: As predicted; None: its speed is not known.
         cached: Tokens of the prompt in its prefix cache; None: not known.
+        position: Of the replica in its tier; -1: there is none.
+        load: Of the replica, without the request.
+        uncorrected: The times without recent errors; None as ``times``.
     """
 
     free: bool
     replica: ReplicaState | None
     times: Expectation | None
     cached: int | None
+    position: int = -1
+    load: Load = IDLE
+    uncorrected: Times | None = None
 
 
 NONE_READY = Candidate(free=False, replica=None, times=None, cached=None)
 
 
-def candidate(tier: TierSnapshot, request: Request, fleet: FleetSnapshot) -> Candidate:
+def candidate(tier: TierSnapshot, request: Request, fleet: FleetLoad | None) -> Candidate:
     """Return what a tier has for a request."""
-    position = choose(tier, request, fleet.load)
+    position = choose(tier, request, fleet)
     free = position >= 0
     if not free:
         position = next((n for n, replica in enumerate(tier.replicas) if replica.status is READY), -1)
         if position < 0:
             return NONE_READY
+    return expected(tier, position, request, fleet, free=free)
+
+
+def expected(
+    tier: TierSnapshot, position: int, request: Request, fleet: FleetLoad | None, *, free: bool = True
+) -> Candidate:
+    """Return one replica as a candidate; of known speed, its times are corrected by recent errors."""
     replica, cached = tier.replicas[position], None if tier.cached is None else tier.cached[position]
-    times = None if replica.speed is None else expect(tier, position, replica.speed, request, fleet.load)
-    return Candidate(free, replica, times, cached)
-
-
-def expect(
-    tier: TierSnapshot, position: int, speed: SpeedModel, request: Request, fleet: FleetLoad | None
-) -> Expectation:
-    """Predict the times of a request on one replica of known speed, corrected by recent errors."""
-    replica, trends = tier.replicas[position], tier.replicas[position].trends
+    load, speed, trends = load_of(replica, tier.output_tokens[position], fleet), replica.speed, replica.trends
+    if speed is None:
+        return Candidate(free, replica, None, cached, position, load)
     prompt_tokens, output_tokens, sequences, _, share = request
-    if tier.cached is not None:
-        prompt_tokens = max(prompt_tokens - tier.cached[position], 0)
-    load, each = load_of(replica, tier.output_tokens[position], fleet), output_tokens / sequences
-    times = speed.times(prompt_tokens, load, tier.spec.max_num_seqs, share, sequences, output_tokens=each)
-    now = 0.0 if fleet is None else fleet.now
+    each, now = output_tokens / sequences, 0.0 if fleet is None else fleet.now
+    to_read = prompt_tokens if cached is None else max(prompt_tokens - cached, 0)
+    times = speed.times(to_read, load, tier.spec.max_num_seqs, share, sequences, output_tokens=each)
     ttft_mean, ttft_variance = trends.ttft.at_time(now, speed.ttft_spread)
     tpot_mean, tpot_variance = trends.tpot.at_time(now, speed.tpot_spread)
     drift = exp(tpot_mean)
-    return Expectation(
+    corrected = Expectation(
         times.ttft_ms * exp(ttft_mean), times.tpot_ms * drift, sqrt(ttft_variance), sqrt(tpot_variance), drift
     )
+    return Candidate(free, replica, corrected, cached, position, load, times)
 
 
 def takes(replica: ReplicaState, request: Request, most: int) -> bool:

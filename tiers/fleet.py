@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from msgspec import Struct, structs
 
-from tiers.choice import Request, choose, takes, tell_apart
+from tiers.choice import NONE_READY, Candidate, Request, candidate, expected, takes, tell_apart
 from tiers.preparing import Preparations
 from tiers.ranking import rising
 from tiers.replica import FleetOptions, Replica, SentPrompt, Share, Totals
@@ -366,39 +366,40 @@ class Fleet:
         exclude: Collection[str] = (),
         over_limit: bool = False,
         prefix: Prefix | None = None,
+        found: Candidate | None = None,
     ) -> Lease | None:
         """Take a request's slots on the ready replica of a tier that suits it best; return None if no replica has them.
 
         Args:
             tier: The tier.
-            prompt_tokens: See ``Demand``.
-            max_tokens: See ``Demand``.
-            sequences: See ``Demand``.
+            prompt_tokens, max_tokens, sequences: See ``Demand``.
             exclude: Ids of replicas that were tried already.
             over_limit: Ignore the replica's limits: the request was admitted before, on another replica.
             prefix: Of its prompt; None: not known.
+            found: The replica that a decision was made for, which takes it if nothing has changed there; None: any.
         """
         now, output_tokens = monotonic(), max_tokens * sequences
         kv_tokens = prompt_tokens + math.ceil(self.output_share * output_tokens)
-        members, load = self._members.get(tier, []), self._load(now)
+        members = self._members.get(tier, [])
         if exclude:
             members = [replica for replica in members if replica.id not in exclude]
-        found = -1
-        if over_limit:
-            found = _least_loaded_open(members)
-        elif members:
+        at = -1 if found is None or not found.free or over_limit else found.position
+        if found is None or not 0 <= at < len(members) or members[at].state is not found.replica:
             long = prompt_tokens > self.options.long_prompt_tokens
             request = Request(prompt_tokens, kv_tokens - prompt_tokens, sequences, long, self.output_share)
-            found = choose(self._tier_snapshot(members[0].spec, members, prefix), request, load)
-        if found < 0:
-            return None
-        replica = members[found]
+            found = self._found(members, request, prefix, now, over_limit=over_limit)
+            if not found.free:
+                return None
+        replica = members[found.position]
         sent, to_read = None, prompt_tokens
         if prefix is not None:
             sent = SentPrompt.to(replica, prefix)
             to_read = max(prompt_tokens - sent.cached, 0)
-        before = load_of(replica.state, replica.output_tokens, load)
-        predicted, unqueued_ms = self._times(replica, before, to_read, max_tokens, sequences)
+        predicted, load, speed, most = found.uncorrected, found.load, replica.state.speed, replica.spec.max_num_seqs
+        unqueued_ms = None if predicted is None else predicted.ttft_ms
+        if speed is not None and load.sequences >= most:
+            room = structs.replace(load, sequences=most - 1)
+            unqueued_ms = speed.times(to_read, room, most, self.output_share).ttft_ms
         probe = 0 if replica.breaker.open_until is None else replica.breaker.begin(now)
         replica.begin(to_read, output_tokens, kv_tokens, sequences, now)
         return Lease(
@@ -414,20 +415,20 @@ class Fleet:
             _slots_taken=replica.state.slots + replica.others.counted.slots,
             _unqueued_ms=unqueued_ms,
             _probe=probe,
-            _load=before,
+            _load=load,
         )
 
-    def _times(
-        self, replica: Replica, load: Load, to_read: int, max_tokens: int, sequences: int
-    ) -> tuple[Times | None, float | None]:
-        """Predict a request's times on a replica, and its TTFT if the engine did not queue it; None: unknown."""
-        speed, most, share = replica.state.speed, replica.spec.max_num_seqs, self.output_share
-        if speed is None:
-            return None, None
-        predicted = speed.times(to_read, load, most, share, sequences, output_tokens=share * max_tokens)
-        if load.sequences < most:
-            return predicted, predicted.ttft_ms
-        return predicted, speed.times(to_read, structs.replace(load, sequences=most - 1), most, share).ttft_ms
+    def _found(
+        self, members: Sequence[Replica], request: Request, prefix: Prefix | None, now: float, *, over_limit: bool
+    ) -> Candidate:
+        """Return what some replicas of a tier have for a request; ``over_limit``: whatever their limits."""
+        if not members:
+            return NONE_READY
+        load, tier = self._load(now), self._tier_snapshot(members[0].spec, members, prefix)
+        if not over_limit:
+            return candidate(tier, request, load)
+        position = _least_loaded_open(members)
+        return NONE_READY if position < 0 else expected(tier, position, request, load)
 
     def _tier_snapshot(self, spec: TierSpec, members: Sequence[Replica], prefix: Prefix | None) -> TierSnapshot:
         """Return some replicas of a tier as they are, and what they hold of a prompt."""

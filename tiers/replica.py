@@ -379,7 +379,8 @@ class Replica:
         """
         state, work = self.state, self.work
         load, kv = state.load, state.kv
-        self._integrate(now, 0)
+        self._integrate(now)
+        self.turnover.note(now, state.slots)
         work.prompt_tokens += prompt_tokens
         self.output_tokens += output_tokens
         if not load.sequences:
@@ -415,7 +416,8 @@ class Replica:
     def end(self, prompt_tokens: int, output_tokens: int, kv_tokens: int, sequences: int, now: float) -> None:
         """Count a request that has ended, with what is left of what ``begin`` counted."""
         state, load, kv = self.state, self.state.load, self.state.kv
-        self._integrate(now, sequences)
+        self._integrate(now)
+        self.turnover.note(now, state.slots, sequences)
         self.output_tokens -= output_tokens
         there = load.sequences - sequences
         if not there:
@@ -429,15 +431,14 @@ class Replica:
             kv=replace(kv, held=kv.held - kv_tokens),
         )
 
-    def _integrate(self, now: float, freed: int) -> None:
-        """Take the time since the last change into account, before one at which so many slots are freed."""
+    def _integrate(self, now: float) -> None:
+        """Take the time since the last change into account, before the next."""
         state, work = self.state, self.work
         if state.in_flight:
             work.silence_s += now - work.silent_from
         work.silent_from = now
         work.sequence_s += state.load.sequences * (now - work.summed_at)
         work.summed_at = now
-        self.turnover.note(now, state.slots, freed)
 
     @property
     def learns(self) -> bool:

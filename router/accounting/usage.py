@@ -64,7 +64,7 @@ class UsageLog:
         self.observers: list[Callable[[Row, Use], None]] = []
 
     def offer(self, record: RequestRecord) -> None:
-        if record.usage or record.served.overflow is not None:
+        if record.key_id and (record.usage or record.served.overflow is not None):
             self._records.append(record)
 
     async def run(self) -> None:

@@ -126,14 +126,14 @@ async def apart(size: int, work: Callable[[*Args], T], *args: *Args) -> T:
 
 
 def cancel_on_disconnect(scope: Scope) -> None:
-    """Cancel the present task if the request's client leaves before it has the whole answer.
+    """Cancel the request's task if its client leaves before it has the whole answer.
 
     What is left to do after the last byte is always done. ``ClientGoneError``: it has left already.
     """
     out: Responder = scope[OUT]
     if out.cycle.disconnected:
         raise ClientGoneError
-    out.task = asyncio.current_task()
+    out.cancels = True
 
 
 def start_message(

@@ -47,7 +47,8 @@ class KeyStore:
 
     @property
     def required(self) -> bool:
-        self._refresh()
+        if time.monotonic() >= self._next_look:
+            self._refresh()
         return self._seen is not None or self.tokens is not None
 
     @property
@@ -99,8 +100,7 @@ class KeyStore:
                 await self.tokens.aclose()
 
     def _refresh(self) -> None:
-        now = time.monotonic()
-        if now < self._next_look:
+        if (now := time.monotonic()) < self._next_look:
             return
         self._next_look = now + RELOAD_S
         try:

@@ -68,7 +68,7 @@ class RequestMiddleware:
         task = asyncio.current_task()
         assert task is not None
         out: Responder = scope[OUT]
-        out.outer, out.server_state = send, self._server_state
+        out.outer, out.server_state, out.task = send, self._server_state, task
         self._server_state.active_requests.add(task)
         try:
             app = await self._entered(scope)
@@ -88,13 +88,12 @@ class RequestMiddleware:
                 await _end_with_error(scope, receive, out)
         finally:
             self._server_state.active_requests.discard(task)
-            del scope[OUT]
             if not out.begun or out.early:
                 out.stop_waiting()
-            out.task = out.outer = None
-            if out.status >= CLIENT_ERROR:
-                log_failure(scope, out.status)
+            out.close()
             context: RequestContext = scope[CONTEXT]
+            if out.status >= CLIENT_ERROR and not context.recorded:
+                log_failure(scope, out.status)
             route = context.route if "endpoint" in scope and "path_params" not in scope else _route(scope)
             self._answered(route, scope["method"], out.status)
             scope[ANSWERED] = route, out.status, context.caller.key_id

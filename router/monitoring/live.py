@@ -122,6 +122,7 @@ class Live:
     @contextmanager
     def watching(self, caller: Caller) -> Iterator[Reader]:
         reader = Reader(caller)
+        self._pipeline.registry.tell()
         seen = [record for record in self._pipeline.registry.recent if caller.sees(record.key_id)]
         for record in seen[-FIRST_RECORDS:]:
             reader.put(_event(b"request", render_record(record)))
@@ -166,6 +167,7 @@ class Live:
 
     def fleet(self, caller: Caller) -> dict[str, Any]:
         pipeline, now = self._pipeline, time.monotonic()
+        pipeline.registry.tell()
         ended = [each for each in pipeline.registry.window if each[0] >= now - WINDOW_S]
         fleet, inside = pipeline.fleet, caller.sees_all
         rendered = render_fleet(fleet.snapshot(), self._about["model"], fleet.machine, fleet.sources, inside=inside)
@@ -229,6 +231,7 @@ class Live:
         return _json({**rendered, "trace_url": self._settings.trace_address(rendered["trace_id"])})
 
     async def _policy(self, _request: Request) -> Response:
+        self._pipeline.registry.tell()
         table = self._pipeline.policy.table
         return _json(
             {

@@ -222,7 +222,7 @@ class Load(Collector):
         yield _gauge("tier_waiting_requests", text, TIER, waiting)
         text = f"Predicted time to the first token of {PROMPT_TOKENS} prompt tokens sent to a tier now."
         request = Asked(PROMPT_TOKENS, OUTPUT_TOKENS, output_share=snapshot.output_share)
-        times = [(tier.spec.name, candidate(tier, request, snapshot).times) for tier in there]
+        times = [(tier.spec.name, candidate(tier, request, snapshot.load).times) for tier in there]
         predicted = [([tier], expected.ttft_ms / 1000) for tier, expected in times if expected is not None]
         yield _gauge("predicted_ttft_seconds", text, TIER, predicted)
 
@@ -269,6 +269,7 @@ class Metrics:
         registry = self._registry
         requests = RequestMetrics(registry, [spec.name for spec in pipeline.fleet.specs])
         self.answered = requests.answered
+        self._tell = pipeline.registry.tell
         pipeline.registry.observers.append(requests.observe)
         ProcessCollector(registry=registry)
         registry.register(Load(pipeline, retries, about))
@@ -286,6 +287,7 @@ class Metrics:
 
     async def answer(self, request: Request) -> Response:
         """Answer a scrape; on the event loop, which owns the state that is read. Only operators see what keys use."""
+        self._tell()
         encode, media_type = choose_encoder(request.headers.get("accept", ""))
         page = CollectorRegistry()
         for part in (self._registry, self._of_keys) if context_of(request.scope).caller.sees_all else (self._registry,):

@@ -33,6 +33,7 @@ class Status:
         about: Mapping[str, str],
     ) -> None:
         self._fleet, self._policy, self._reservations = pipeline.fleet, pipeline.policy, pipeline.charging.reservations
+        self._tell = pipeline.registry.tell
         self._profiling, self._database, self._keys, self._about = profiling, database, keys, about
         self._server_state = server_state
 
@@ -80,6 +81,7 @@ class Status:
         inside = context_of(request.scope).caller.sees_all
         fleet, model = self._fleet, self._about["model"]
         shown = render_fleet(fleet.snapshot(), model, fleet.machine, fleet.sources, inside=inside)
+        self._tell()
         profiling, budget = self._profiling.render(inside=inside), render_budget(self._policy)
         return json_response({**shown, "profiling": profiling, "loss_budget": budget})
 

@@ -242,7 +242,9 @@ class Admission:
         """Lease a slot on the decision's tier, apart from reserved replicas; None: there is none."""
         if decision.tier is None:
             return None
-        lease = lease_for(self._fleet, decision.tier, decision.query, reserved)
+        chosen = decision.choice.chosen
+        found = None if chosen is None or chosen.tier is not decision.tier else chosen.found
+        lease = lease_for(self._fleet, decision.tier, decision.query, reserved, found=found)
         if lease is None:
             return None
         self._held[key_id] += lease.sequences

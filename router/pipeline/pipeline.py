@@ -27,7 +27,7 @@ from router.policy.table import PolicyStore
 from router.telemetry.record import FREE, JOURNEY, Journey, TierUsage
 from router.telemetry.tracing import Telemetry, server_span
 from router.upstream.engine_request import EngineRequest
-from router.upstream.engine_stream import EngineAnswer, EngineStream
+from router.upstream.engine_stream import EngineStream
 from router.upstream.errors import EngineTooSlowError
 from tiers.fleet import Fleet
 from tiers.spec import TierName, in_order
@@ -112,7 +112,13 @@ class Pipeline:
             sent_at = time.monotonic()
             if call.context.caller.quota is not None or call.context.caller.accounts:
                 await self._reserve(active, call)
-            active.answer = await self._answer(active, asked, call, sent_at)
+            await self._admit(active, asked, call, sent_at)
+            if active.slot is not None:
+                upstream, lease = self.failover.upstream, active.slot.lease
+                active.answer = answer = await upstream.open(active.decision, asked, sent_at, lease=lease)
+                if isinstance(answer, EngineStream) and asked.continuable is not None:
+                    rest = Continuation(self.failover, active.decision, asked, asked.continuable, answer.progress)
+                    answer.continuation = rest.relay
             yield active
         except BaseException as caught:
             error = caught
@@ -121,11 +127,10 @@ class Pipeline:
             try:
                 await self._close(active, asked, error)
             finally:
-                self.registry.end(active, error)
+                record = self.registry.end(active, error)
+                if self.telemetry.exports:
+                    self.telemetry.record_outcome(record)
                 error = None  # its trace leads here
-                answer = active.answer
-                by = None if answer is None or answer.overflow is not None else answer.tier
-                self.policy.served(active.decision, by)
 
     async def _reserve(self, active: ActiveRequest, call: Call) -> None:
         """Take quota and budget of the caller, unless nobody serves the request."""
@@ -138,30 +143,18 @@ class Pipeline:
         if caller.accounts:
             active.budget, active.decision = await self.charging.reserve(caller, decision, limits)
 
-    async def _answer(self, active: ActiveRequest, asked: EngineRequest, call: Call, sent_at: float) -> EngineAnswer:
-        """Take a slot and open the answer; if there is no slot, open the overflow's, where that may answer."""
-        key_id = active.context.caller.key_id
+    async def _admit(self, active: ActiveRequest, asked: EngineRequest, call: Call, sent_at: float) -> None:
+        """Take a slot; if there is none, open the overflow's answer, where that may answer."""
         try:
-            try:
-                slot = await self.admission.enter(active.decision, key_id, call.options.priority)
-            except RequestRefusedError as refused:
-                if not self.overflow.takes(refused.decision, call):
-                    raise
-                answer = await self.overflow.open(active, refused.decision, asked, sent_at)
-                if answer is None:
-                    raise
-                return answer
-            active.slot, active.decision, active.sent = slot, slot.decision, time.monotonic()
-            answer = await self.failover.upstream.open(active.decision, asked, sent_at, lease=slot.lease)
-        except (asyncio.CancelledError, EngineTooSlowError):
-            active.used = active.decision.query.tokens_to_read  # an engine may have computed them
-            if active.slot is not None and active.decision.tier is not None and key_id:
-                active.usage = (TierUsage(active.decision.tier, active.used, 0, 0),)
-            raise
-        if isinstance(answer, EngineStream) and asked.continuable is not None:
-            rest = Continuation(self.failover, active.decision, asked, asked.continuable, answer.progress)
-            answer.continuation = rest.relay
-        return answer
+            slot = await self.admission.enter(active.decision, active.context.caller.key_id, call.options.priority)
+        except RequestRefusedError as refused:
+            if not self.overflow.takes(refused.decision, call):
+                raise
+            active.answer = await self.overflow.open(active, refused.decision, asked, sent_at)
+            if active.answer is None:
+                raise
+            return
+        active.slot, active.decision, active.sent = slot, slot.decision, time.monotonic()
 
     async def _close(self, active: ActiveRequest, asked: EngineRequest, error: BaseException | None) -> None:
         answer = active.answer
@@ -175,6 +168,8 @@ class Pipeline:
                 if answer.complete and ours and self.answer_observer is not None:
                     self.answer_observer(active.decision, answer.tier, asked.chat)
                 await answer.aclose(error or answer.error)
+            elif isinstance(error, asyncio.CancelledError | EngineTooSlowError):
+                _count_unanswered(active)
         finally:
             try:
                 if active.diverted is not None:
@@ -191,3 +186,11 @@ class Pipeline:
                 finally:  # also when this is cancelled
                     if active.budget is not None:
                         await active.budget.settle(active.cost or FREE)
+
+
+def _count_unanswered(active: ActiveRequest) -> None:
+    """Count a prompt that an engine may have computed, though it has not begun to answer."""
+    if active.slot is not None or active.diverted is not None:
+        active.used = active.decision.query.tokens_to_read
+    if active.slot is not None and active.decision.tier is not None and active.context.caller.key_id:
+        active.usage = (TierUsage(active.decision.tier, active.decision.query.tokens_to_read, 0, 0),)

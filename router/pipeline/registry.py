@@ -12,7 +12,7 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from functools import partial
+from contextvars import Context
 from typing import Literal, NamedTuple
 
 from msgspec import Struct
@@ -24,7 +24,6 @@ from router.lifecycle import ServerState
 from router.pipeline.admission import Slot
 from router.pipeline.request import RequestContext, class_of
 from router.policy.decision import Decision, Priority, RequestRefusedError, Sla
-from router.telemetry.logs import log as request_lines
 from router.telemetry.logs import log_request
 from router.telemetry.record import Cost, KeptFor, Outcome, RequestRecord, Served, TierUsage, Times, Tokens, error_name
 from router.upstream.engine_stream import EngineAnswer
@@ -36,6 +35,7 @@ OVER_QUOTA = "over_quota"
 OVER_BUDGET = "over_budget"
 _QUOTED = re.compile(r"(?<!\w)(['\"])(?:(?!\1).){24,}(?:\1|$)", re.DOTALL)
 WINDOW_S = 60.0
+TOLD_AFTER_S = 0.05  # the longest time until observers know of a request that has ended
 WINDOW_RECORDS = 20_000
 State = Literal["waiting", "prefill", "decode"]
 
@@ -80,17 +80,18 @@ class ActiveRequest(Struct, eq=False):
 class RequestRegistry:
     """Holds the open requests and the last records. One event loop owns it.
 
-    ``observers`` are called with each record, in order; ``of_keys`` with those of callers with a key.
+    ``observers`` are called with each record, in order: with those of ``TOLD_AFTER_S`` together, at half the cost.
     """
 
     def __init__(self, server_state: ServerState, kept: int) -> None:
         self._server_state = server_state
         self._open: dict[int, ActiveRequest] = {}
+        self._untold: list[tuple[float, RequestRecord]] = []
+        self._telling = False
         self.recent: deque[RequestRecord] = deque(maxlen=kept)
         self._failed: deque[RequestRecord] = deque(maxlen=kept)  # or slow: good ones do not displace them
         self.window: deque[tuple[float, TierName | None, Outcome, Times, bool | None]] = deque(maxlen=WINDOW_RECORDS)
         self.observers: list[Callable[[RequestRecord], None]] = []
-        self.of_keys: list[Callable[[RequestRecord], None]] = []
         self.totals: Counter[str] = Counter()
 
     @property
@@ -99,6 +100,7 @@ class RequestRegistry:
 
     def kept(self) -> list[RequestRecord]:
         """Return the last records, and before them the last of those that went badly, in the order of their ends."""
+        self.tell()
         recent = set(map(id, self.recent))
         return [*(record for record in self._failed if id(record) not in recent), *self.recent]
 
@@ -107,30 +109,39 @@ class RequestRegistry:
         self._open[id(request)] = request
         return request
 
-    def end(self, request: ActiveRequest, error: BaseException | None) -> None:
+    def end(self, request: ActiveRequest, error: BaseException | None) -> RequestRecord:
         del self._open[id(request)]
         now = time.monotonic()
         record = self._record(request, error, now)
-        outcome, served, times, totals, window = record.outcome, record.served, record.times, self.totals, self.window
-        self.recent.append(record)
-        if record.kept_for is not KeptFor.RECENT:
-            self._failed.append(record)
-        totals["requests"] += 1
-        totals[outcome] += 1
-        totals["retries"] += served.attempts_failed
-        totals["continuations"] += len(served.continued_on)
-        window.append((now, served.tier or record.decision.tier, outcome, times, record.sla_met))
-        while window[0][0] < now - WINDOW_S:
-            window.popleft()
-        level = logging.WARNING if record.kept_for is KeptFor.ERROR else logging.INFO
-        observers = [*self.of_keys, *self.observers] if record.key_id else self.observers
-        if request_lines.isEnabledFor(level):
-            observers = [partial(log_request, level=level), *observers]
-        for observe in observers:
-            try:
-                observe(record)
-            except Exception:  # an observer must not break a request
-                log.exception("a record was not taken by %r", observe)
+        self._untold.append((now, record))
+        request.context.recorded = True
+        log_request(record, logging.WARNING if record.kept_for is KeptFor.ERROR else logging.INFO)
+        if not self._telling:  # in no request's context
+            self._telling = True
+            asyncio.get_running_loop().call_later(TOLD_AFTER_S, self.tell, context=Context())
+        return record
+
+    def tell(self) -> None:
+        """Count the requests that have ended, and let the observers have their records."""
+        (untold, self._untold), self._telling = (self._untold, []), False
+        totals, window = self.totals, self.window
+        for now, record in untold:
+            outcome, served = record.outcome, record.served
+            self.recent.append(record)
+            if record.kept_for is not KeptFor.RECENT:
+                self._failed.append(record)
+            totals["requests"] += 1
+            totals[outcome] += 1
+            totals["retries"] += served.attempts_failed
+            totals["continuations"] += len(served.continued_on)
+            window.append((now, served.tier or record.decision.tier, outcome, record.times, record.sla_met))
+            while window[0][0] < now - WINDOW_S:
+                window.popleft()
+            for observe in self.observers:
+                try:
+                    observe(record)
+                except Exception:  # an observer must not break a request
+                    log.exception("a record was not taken by %r", observe)
 
     def _record(self, request: ActiveRequest, error: BaseException | None, now: float) -> RequestRecord:
         context, answer, diverted, arrived = request.context, request.answer, request.diverted, request.context.arrived
@@ -160,27 +171,16 @@ class RequestRegistry:
                 served = Served(answer.tier, hop.replica, hop.precision, hop.checkpoint or None, hop.number, parts)
         sla_met = None if sla.ttft_ms is None and sla.tpot_ms is None else _met(sla, outcome, ttft_ms, tpot_ms)
         kept_for = KeptFor.SLA_MISS if sla_met is False else KeptFor.RECENT
+        wrong = outcome is Outcome.ERROR or outcome is Outcome.REFUSED
         return RequestRecord(
             at=time.time() - (now - arrived),
-            request_id=context.request_id,
-            trace_id=context.trace_id,
-            route=context.route,
-            key_id=context.caller.key_id,
-            team=context.caller.team,
-            priority=request.priority,
-            decision=decision,
-            outcome=outcome,
-            error=cause,
-            served=served,
-            tokens=tokens,
+            request_id=context.request_id, trace_id=context.trace_id, route=context.route, journey=context.journey,
+            key_id=context.caller.key_id, team=context.caller.team, usage=request.usage, cost=request.cost,
+            priority=request.priority, decision=decision, served=served, tokens=tokens,
+            outcome=outcome, error=cause, why_not=why_not,
             times=Times(queue_ms, overhead_ms, ttft_ms, tpot_ms, (now - arrived) * 1000),
-            sla_met=sla_met,
-            kept_for=KeptFor.ERROR if outcome is Outcome.ERROR or outcome is Outcome.REFUSED else kept_for,
-            why_not=why_not,
-            usage=request.usage,
-            cost=request.cost,
-            journey=context.journey,
-        )
+            sla_met=sla_met, kept_for=KeptFor.ERROR if wrong else kept_for,
+        )  # fmt: skip
 
     def _failure(self, failure: BaseException) -> tuple[Outcome, str | None, str]:
         """Return how a request ended that failed, its code, and why, for operators.

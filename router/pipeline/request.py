@@ -33,6 +33,7 @@ class RequestContext(Struct):
     sent: Mapping[bytes, bytes] = field(default_factory=dict)
     # when the whole request was there, by the monotonic clock, in seconds
     arrived: float = field(default_factory=time.monotonic)
+    recorded: bool = False  # whether the log has a line of it, or will have
     journey: Journey | None = None  # what it goes through; None: it is not to be served, or not decided on yet
     # headers about the key's quotas, filled once they are known; errors carry them as well
     limits: dict[str, str] = field(default_factory=dict)
@@ -168,4 +169,7 @@ def class_priority(caller: Caller, asked: Priority | None, field: str) -> int:
 
 def class_of(priority: int) -> Priority:
     """Return the class of a priority in vLLM's numbers, which callers of OpenAI's endpoints may choose freely."""
-    return next((name for name, highest in PRIORITIES.items() if priority <= highest), "batch")
+    for name, highest in PRIORITIES.items():
+        if priority <= highest:
+            return name
+    return "batch"

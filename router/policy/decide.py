@@ -86,7 +86,7 @@ def _undecided(query: Query, fleet: FleetSnapshot, table: PolicyParameters, requ
     found, highest, there, tokens = [], None, query.sequences, query.prompt_tokens + query.max_tokens
     free = (query.allowed, query.precisions, query.only, query.adapter, query.undraftable) == _ANY_TIER
     for tier in fleet.tiers:
-        best, obstacle = candidate(tier, request, fleet), None
+        best, obstacle = candidate(tier, request, fleet.load), None
         if not free or tokens > tier.spec.max_model_len:
             obstacle = _obstacle(tier.spec, query, ready=best.replica is not None)
         if obstacle is None and best.replica is not None:
@@ -150,7 +150,7 @@ def _estimate(
 ) -> Estimate:
     """Return what can be expected of one tier; ``obstacle``: whatever its load; ``below``: it is below the hint."""
     query, table, request, z, scarcity, bound, there = context
-    spec, (free, replica, times, cached) = tier.spec, found
+    spec, (free, replica, times, cached, *_) = tier.spec, found
     if obstacle is None and not free:
         obstacle = Refusal.NOT_READY if replica is None else Refusal.AT_CAPACITY
     speed, cost, batch = None, None, min(spec.max_num_seqs, there)
@@ -186,6 +186,7 @@ def _estimate(
         below or loss.mean > table.negligible_loss + spare or (bound is not None and worst > bound),
         cached,
         obstacle is None and not slow and not lossy,
+        found,
     )
 
 

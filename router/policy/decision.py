@@ -19,7 +19,7 @@ from tiers.quantization import quantizations_of
 from tiers.spec import TierName
 
 if TYPE_CHECKING:
-    from tiers.choice import Expectation
+    from tiers.choice import Candidate, Expectation
     from tiers.spec import ReplicaStatus, TierSpec
     from tiers.speed import SpeedModel
 
@@ -192,6 +192,7 @@ class Estimate(Struct, frozen=True):
     unfit: bool  # it loses more than the budget or the class's bound allows, or is below the hint
     cached: int | None  # prompt tokens that need no prefill on the replica that would serve it
     meets: bool  # it can serve the request within the bounds asked for
+    found: Candidate | None = None  # the replica that would serve it
 
     @property
     def under_load(self) -> bool:

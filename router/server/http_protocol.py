@@ -237,8 +237,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._close()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._client = Responder(app, cycle)
-        super()._start_asgi_task(cycle, self._client)
+        self._client = Responder(cycle)
+        super()._start_asgi_task(cycle, app)
 
     def _names_one_host(self) -> bool:
         """Tell whether a request names exactly one host; a host in its path replaces the header."""

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from router.lifecycle import ServerPhase, ServerState
@@ -29,16 +28,19 @@ class Responder:
     """
 
     __slots__ = (
-        *("_app", "_chunked", "_early", "_head", "_left", "_timer", "begun", "complete", "cycle", "early", "outer"),
+        *("_chunked", "_early", "_head", "_left", "_timer", "begun", "cancels", "complete", "cycle", "early", "outer"),
         *("server_state", "status", "streams", "task"),
     )
 
-    def __init__(self, app: ASGI3Application, cycle: RequestResponseCycle) -> None:
-        self._app, self.cycle = app, cycle
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self.cycle = cycle
+        cycle.scope[OUT] = self  # type: ignore[literal-required]
+        cycle.send = self.send  # type: ignore[method-assign]
         self._head = b""  # not written yet
         self._chunked = False
         self._left: int | None = None  # bytes of the body to come; None: its end is told otherwise
-        self.task: asyncio.Task[Any] | None = None  # cancelled once the client leaves before it has the whole answer
+        self.task: asyncio.Task[Any] | None = None  # that answers
+        self.cancels = False  # cancel it once the client leaves before it has the whole answer
         self._timer: asyncio.TimerHandle | None = None
         self._early: asyncio.Task[None] | None = None
         self.outer: Any = None  # by which heads pass the layers around the application; bodies are of no use to them
@@ -46,14 +48,15 @@ class Responder:
         self.begun = self.streams = self.early = self.complete = False
         self.status = CLIENT_GONE
 
-    async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, _send: ASGISendCallable) -> None:
-        scope[OUT] = self  # type: ignore[literal-required]
-        await self._app(scope, receive, self.send)
+    def close(self) -> None:
+        """Let go of what leads here, or the garbage collector would have to."""
+        self.task = self.outer = None
+        del self.cycle.scope[OUT], self.cycle.send  # type: ignore[literal-required]
 
     def leave(self) -> None:
         self.cycle.disconnected = True
         self.cycle.message_event.set()
-        if self.task is not None:
+        if self.cancels and self.task is not None:
             self.task.cancel()
 
     async def respond(self, message: Any) -> None:

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from logging.handlers import QueueHandler
 from pathlib import Path
 from types import TracebackType
@@ -46,44 +45,36 @@ SERVER_ERROR, CLIENT_ERROR = 500, 400  # HTTP: the first of each kind
 log = logging.getLogger("qarr.request")
 
 
-@dataclass(slots=True)
-class RequestIds:
-    request_id: str
-    trace_id: str
-    began: float  # when it arrived, by the monotonic clock
-    recorded: bool = False  # whether the line about the whole request was written
-
-
-_REQUEST: ContextVar[RequestIds | None] = ContextVar("qarr_request", default=None)
+# The present request's id, its trace id, and when it arrived, by the monotonic clock.
+_REQUEST: ContextVar[tuple[str, str, float] | None] = ContextVar("qarr_request", default=None)
 
 
 def begin_request(request_id: str, trace_id: str) -> None:
     """Put a request's ids on every line that this task, and the tasks that it starts, log from now on."""
-    _REQUEST.set(RequestIds(request_id, trace_id, time.monotonic()))
+    _REQUEST.set((request_id, trace_id, time.monotonic()))
 
 
 def log_request(record: RequestRecord, level: int) -> None:
-    """Log a request that has ended; nobody asks for it below the level of ``log``."""
-    if (ids := _REQUEST.get()) is not None and ids.request_id == record.request_id:
-        ids.recorded = True
-    fields = {"event": "request", **render_summary(record)}
-    if (current := Logging.current) is None:
-        log.log(level, "%s", request_line(fields), extra={"fields": fields})
-        return
-    text, whose = f"POST {record.route} {fields['outcome']}", (record.request_id, record.trace_id)
-    current.put(made_record(log.name, level, text, fields=fields, ids=whose))
+    if log.isEnabledFor(level):
+        text, ids = f"POST {record.route} {record.outcome._value_}", (record.request_id, record.trace_id)
+        made, current = made_record(log.name, level, text, fields=record, ids=ids), Logging.current
+        log.handle(made) if current is None else current.put(made)
 
 
 def log_failure(scope: Scope, status: int) -> None:
-    """Log a request that was answered with an error, unless it has a line already."""
-    ids = _REQUEST.get()
-    if ids is None or ids.recorded or scope["path"] in NOT_LOGGED:
+    if (ids := _REQUEST.get()) is None or scope["path"] in NOT_LOGGED:
         return
     method, route = scope["method"], quote(scope["path"], safe=_PLAIN)[:PATH_CHARS]
-    took_ms = (time.monotonic() - ids.began) * 1000
+    took_ms = (time.monotonic() - ids[2]) * 1000
     fields = {"event": "http", "method": method, "route": route, "status": status, "duration_ms": round(took_ms, 1)}
     level = logging.WARNING if status >= SERVER_ERROR else logging.INFO
     log.log(level, "%s %s %d in %s", method, route, status, shown_ms(took_ms), extra={"fields": fields})
+
+
+def _fields_of(record: logging.LogRecord) -> dict[str, Any]:
+    """Return a line's own fields; a request's are rendered here, in the thread that writes."""
+    fields = getattr(record, "fields", {})
+    return fields if isinstance(fields, dict) else {"event": "request", **render_summary(fields)}
 
 
 def request_line(record: Mapping[str, Any]) -> str:
@@ -212,7 +203,7 @@ class _Queued(QueueHandler):
         record.msg = text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}... ({len(text)} characters)"
         record.args = None
         ids = _REQUEST.get()
-        record.__dict__["ids"] = (ids.request_id, ids.trace_id) if ids is not None else None
+        record.__dict__["ids"] = ids and ids[:2]
         return record
 
 
@@ -272,7 +263,7 @@ class JsonFormatter(logging.Formatter):
         }
         if ids := getattr(record, "ids", None):
             line["request_id"], line["trace_id"] = ids
-        fields = getattr(record, "fields", {})
+        fields = _fields_of(record)
         line |= fields
         if fields.get("event") == "request":
             line |= {"arrived_at": fields["at"], "at": round(record.created, 3)}
@@ -294,7 +285,7 @@ class TextFormatter(logging.Formatter):
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = getattr(record, "fields", {})
+        fields = _fields_of(record)
         message = request_line(fields) if fields.get("event") == "request" else str(record.msg)
         request_id, trace_id = getattr(record, "ids", None) or (fields.get("request_id"), fields.get("trace_id"))
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))

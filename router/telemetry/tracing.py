@@ -64,14 +64,10 @@ class Telemetry:
     """The router's tracer. Made once. Without a provider there are no spans."""
 
     def __init__(self, provider: TracerProvider | None, *, record_prompts: bool = False) -> None:
-        self._provider, self.record_prompts = provider, record_prompts
+        self._provider, self.record_prompts, self.exports = provider, record_prompts, provider is not None
         if provider is not None:
             provider.id_generator = _GivenIds()
         self._tracer: Tracer = (provider or trace.NoOpTracerProvider()).get_tracer("qarr")
-
-    @property
-    def exports(self) -> bool:
-        return self._provider is not None
 
     def instrument(self, app: ASGIApp) -> ASGIApp:
         """Wrap an application so that each POST request that the sampler chooses has a server span.

@@ -7,7 +7,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from itertools import count
@@ -38,6 +37,7 @@ from router.upstream.errors import (
 from router.upstream.json_object import read_json
 from router.upstream.settings import UpstreamSettings
 from router.upstream.transport import Body, EngineTransport, Origin, body_of, json_post
+from tiers.choice import Candidate
 from tiers.fleet import Fleet, Lease
 from tiers.replica import Replica
 from tiers.spec import TierName
@@ -54,24 +54,18 @@ NOT_IMPLEMENTED = 501  # vLLM's word for an option that it does not have
 Pool = Literal["own", "tokens", "embeddings"]
 
 
-@dataclass(slots=True)
 class RetryBudget:
     """Bounds what retries add to the load of engines that fail already: each request earns a share of one.
 
     As Finagle's RetryBudget, and for its reason: a fixed number of attempts multiplies the load when all fail.
     """
 
-    share: float
-    reserve: int
-    _left: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._left = float(self.reserve)
-
-    def earn(self) -> None:
-        self._left = min(self._left + self.share, float(self.reserve))
+    def __init__(self, share: float, reserve: int) -> None:
+        self._share, self._reserve, self._left = share, float(reserve), float(reserve)
+        self.requests = 0  # since the last retry
 
     def spend(self) -> bool:
+        self._left, self.requests = min(self._left + self._share * self.requests, self._reserve), 0
         if self._left < 1:
             return False
         self._left -= 1
@@ -132,7 +126,7 @@ class Upstream:
         assert decision.tier is not None
         tried, told, taken = dict[str, UpstreamError](), list[str](), set[str]()
         sent_at = sent_at or time.monotonic()
-        self._retries.earn()
+        self._retries.requests += 1
         targets = [decision.tier]
         for tier in targets:
             while len(tried) < self._options.attempts:
@@ -253,8 +247,9 @@ class Upstream:
 
 
 def lease_for(
-    fleet: Fleet, tier: TierName, query: Query, exclude: Collection[str], *, over_limit: bool = False
-) -> Lease | None:
+    fleet: Fleet, tier: TierName, query: Query, exclude: Collection[str], *, over_limit: bool = False,
+    found: Candidate | None = None,
+) -> Lease | None:  # fmt: skip
     """Return a slot for a request on a tier, apart from replicas to exclude; None: there is none."""
     if query.precisions is not None:
         exclude = [*exclude, *(r.id for r in fleet.replicas if not query.takes(r.spec))]
@@ -266,6 +261,7 @@ def lease_for(
         exclude=exclude,
         over_limit=over_limit,
         prefix=query.prefix,
+        found=found,
     )
 
 

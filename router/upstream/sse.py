@@ -58,6 +58,7 @@ class _WholeAnswer(Struct):
 
 
 _INVALID = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_PLAIN = {"role", "content"}  # members of a delta with nothing but the answer's text
 _TEXTS = {"content", "reasoning", "reasoning_content"}  # members of a delta that are texts
 _EVENT, _WHOLE_ANSWER = msgspec.json.Decoder(_Event), msgspec.json.Decoder(_WholeAnswer)
 
@@ -109,7 +110,7 @@ def parse_event(raw: bytes) -> Chunk:
     text, other, delta = choice.text, False, choice.delta
     if delta is not None:
         text = delta.get("content")
-        if len(delta) > 1 or type(text) is not str:
+        if type(text) is not str or (len(delta) > 1 and not delta.keys() <= _PLAIN):
             text, other = _read_delta(delta)
     prompt_ids = event.prompt_token_ids or choice.prompt_token_ids or ()
     return Chunk(

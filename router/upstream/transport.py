@@ -398,10 +398,6 @@ class EngineTransport(httpx.AsyncBaseTransport):
                 self._slots.release()
             self._max_requests = max(max_requests, self._max_requests)
 
-    @property
-    def active(self) -> int:
-        return sum(connection.state is ConnectionState.ACTIVE for connection in self._connections)
-
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request for one of httpx's clients."""
         url, headers = request.url, request.headers.raw

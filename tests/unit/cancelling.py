@@ -24,6 +24,7 @@ from router.api.endpoint import Answering
 from router.auth.api_keys import add_key
 from router.server.responder import OUT
 from router.upstream.client import PASSED_AT_ONCE
+from router.upstream.transport import ConnectionState
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.router_stack import Stack, router_stack
 from tests.unit.sent_responder import SentResponder
@@ -281,7 +282,7 @@ class CutRouter:
             "open requests": len(pipeline.registry.open),
             "quota slots": len(quotas._open),
             "slots in the ledger": sum(len(counts.slots) for counts in quotas._local._keys.values()),
-            "connections": sum(transport.active for transport in transports),
+            "connections": sum(c.state is ConnectionState.ACTIVE for each in transports for c in each._connections),
             "small requests": sum(PASSED_AT_ONCE - places._value for places in upstream._passing.values()),
             "kept streams": len(self._generate.service.streams._streams),
             "spans": self.spans.open,

@@ -13,8 +13,8 @@ class SentResponder(Responder):
     """Keeps the messages that are sent to the client."""
 
     def __init__(self) -> None:
-        cycle: Any = SimpleNamespace(disconnected=False, message_event=asyncio.Event())
-        super().__init__(None, cycle)  # type: ignore[arg-type]
+        cycle: Any = SimpleNamespace(disconnected=False, message_event=asyncio.Event(), scope={})
+        super().__init__(cycle)
         self.sent: list[Any] = []
 
     async def send(self, message: Any) -> None:

@@ -93,7 +93,7 @@ async def test_a_request_is_charged_for_what_it_used(tmp_path: Path) -> None:
         assert 0 < one.engine_us < both.engine_us - one.engine_us
         assert 0 < one.money_u <= one.engine_us
         assert await at.spent("team:blue") == both
-        records = at.stacks[0].pipeline.registry.recent
+        records = at.stacks[0].pipeline.registry.kept()
         assert sum(record.cost.engine_us for record in records if record.cost is not None) == both.engine_us
 
 
@@ -126,7 +126,7 @@ async def test_over_budget_is_a_clear_429(tmp_path: Path) -> None:
         assert "renews at" in anthropic.json()["error"]["message"]
         assert len(at.stacks[0].engines[TierName.FAST].requests) == before
         assert (await at.spent(at.account("ann"))).engine_us == MICRO - 1
-        last = at.stacks[0].pipeline.registry.recent[-1]
+        last = at.stacks[0].pipeline.registry.kept()[-1]
         assert (last.outcome, last.error, last.cost) == (Outcome.REFUSED, "over_budget", None)
 
 
@@ -206,7 +206,7 @@ async def test_two_routers_never_exceed_a_budget(kind: str, tmp_path: Path, redi
         ledgers = [stack.pipeline.charging.reservations.ledger for stack in at.stacks]
         now = periods(datetime.now(UTC).timestamp())
         used = [await each.used([at.account("ann")], now) for each in ledgers]
-        records = [record for stack in at.stacks for record in stack.pipeline.registry.recent]
+        records = [record for stack in at.stacks for record in stack.pipeline.registry.kept()]
         charged = sum(record.cost.engine_us for record in records if record.cost is not None)
         assert used[0] == used[1]
         assert {there.engine_us for there in used[0].values()} == {charged}

@@ -103,7 +103,7 @@ class Line:
 
     @property
     def outcome(self) -> tuple[Outcome, str | None]:
-        record = self.pipeline.registry.recent[-1]
+        record = self.pipeline.registry.kept()[-1]
         return record.outcome, record.error
 
 

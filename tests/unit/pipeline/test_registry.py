@@ -54,6 +54,7 @@ def entry(
         raise
     finally:
         registry.end(request, error)
+        registry.tell()
 
 
 def ended(registry: RequestRegistry, decision: Decision, error: BaseException) -> RequestRecord:

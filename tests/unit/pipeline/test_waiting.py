@@ -267,7 +267,7 @@ def test_long_prompts_wait_while_the_cache_is_full() -> None:
         lease = fleet.lease(FAST, prompt_tokens=101, max_tokens=1)
         assert (lease is not None) is open_to_long
         snapshot = fleet.snapshot()
-        assert candidate(snapshot.tiers[0], Request(101, 1, long=True), snapshot).free is open_to_long
+        assert candidate(snapshot.tiers[0], Request(101, 1, long=True), snapshot.load).free is open_to_long
         if lease is not None:
             lease.release()
         short = fleet.lease(FAST, prompt_tokens=100, max_tokens=1)

@@ -227,7 +227,11 @@ def lines(snapshot: FleetSnapshot) -> list[dict[str, Any]]:
 
 
 def shown(decision: Decision) -> dict[str, Any]:
-    return structs.asdict(decision) | {"chosen": decision.chosen}
+    """Return a decision without its candidates: a logged replica's load is not spread over its parts."""
+    estimates = tuple(structs.replace(each, found=None) for each in decision.choice.estimates)
+    chosen = None if decision.chosen is None else structs.replace(decision.chosen, found=None)
+    choice = structs.replace(decision.choice, estimates=estimates, chosen=chosen)
+    return structs.asdict(decision) | {"choice": choice, "chosen": chosen}
 
 
 @pytest.fixture

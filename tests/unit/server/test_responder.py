@@ -10,7 +10,7 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from router.lifecycle import ServerPhase, ServerState
-from router.server.responder import CLIENT_GONE, HOLD, OUT, Responder
+from router.server.responder import CLIENT_GONE, HOLD, Responder
 
 pytestmark = pytest.mark.anyio
 START, BODY = "http.response.start", "http.response.body"
@@ -45,9 +45,7 @@ class Flow:
         await self.drained.wait()
 
 
-def client_on(
-    wire: Wire, *, method: str = "POST", version: str = "1.1", keep_alive: bool = True, app: Any = None
-) -> Responder:
+def client_on(wire: Wire, *, method: str = "POST", version: str = "1.1", keep_alive: bool = True) -> Responder:
     cycle = RequestResponseCycle(
         scope={"type": "http", "method": method, "http_version": version},  # type: ignore[arg-type, typeddict-item]
         transport=wire,  # type: ignore[arg-type]
@@ -61,7 +59,7 @@ def client_on(
         keep_alive=keep_alive,
         on_response=lambda: None,
     )
-    return Responder(app, cycle)
+    return Responder(cycle)
 
 
 async def answer(client: Responder, *bodies: bytes, status: int = 200, hold: bool = False, **headers: str) -> None:
@@ -162,16 +160,12 @@ async def test_a_client_that_takes_no_more_is_waited_for() -> None:
 
 async def test_a_client_that_leaves_ends_the_task_that_asked_for_it() -> None:
     wire = Wire()
-    begun = asyncio.Event()
-
-    async def app(scope: Any, _receive: Any, _send: Any) -> None:
-        scope[OUT].task = asyncio.current_task()
-        begun.set()
-        await asyncio.sleep(60)
-
-    client = client_on(wire, app=app)
-    serving = asyncio.create_task(client(client.cycle.scope, client.cycle.receive, client.cycle.send))
-    await begun.wait()
+    client = client_on(wire)
+    client.task = serving = asyncio.create_task(asyncio.sleep(60))
+    client.leave()
+    await asyncio.sleep(0)
+    assert not serving.done()
+    client.cancels = True
     client.leave()
     await asyncio.wait({serving})
     assert serving.cancelled()

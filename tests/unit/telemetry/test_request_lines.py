@@ -8,13 +8,12 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextvars import Context
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from router.telemetry.logs import Logging, begin_request, log, log_failure, request_line
+from router.telemetry.logs import Logging, log, request_line
 from router.telemetry.logs import log_request as write_line
 from router.telemetry.record import Outcome, RequestRecord, render_summary
 from router.telemetry.settings import TelemetrySettings
@@ -140,22 +139,6 @@ def test_times_are_shown_in_hundredths(took: float) -> None:
     shown = render_summary(record(**dict.fromkeys(names, took)))
     assert [shown[name] for name in names] == [round(took, 2)] * 5
     assert render_summary(record(ttft_ms=None))["ttft_ms"] is None
-
-
-def test_a_logged_request_has_no_second_line(tmp_path: Path) -> None:
-    """Its answer's status is known of it; an answer of another request that failed has a line of its own."""
-    log = Log(tmp_path)
-    scope = {"type": "http", "method": "POST", "path": "/generate"}
-
-    def requests() -> None:
-        begin_request("bad-1", "t")
-        log_request(BAD)
-        log_failure(scope, 400)
-        begin_request("other-1", "t")
-        log_failure(scope, 413)
-
-    Context().run(requests)
-    assert [(line["request_id"], line["event"]) for line in log.end()] == [("bad-1", "request"), ("other-1", "http")]
 
 
 def test_lines_that_do_not_fit_are_counted(

@@ -51,7 +51,7 @@ def held(fleet: Fleet, prefix: Prefix | None) -> list[int]:
 
 def next_for(fleet: Fleet, prefix: Prefix) -> ReplicaState | None:
     snapshot = fleet.snapshot(prefix=prefix)
-    found = candidate(snapshot.tiers[0], Request(int(prefix.ends[-1][1]), 10), snapshot)
+    found = candidate(snapshot.tiers[0], Request(int(prefix.ends[-1][1]), 10), snapshot.load)
     return found.replica if found.free else None
 
 

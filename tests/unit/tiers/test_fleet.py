@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiers.breaker import BreakerState
-from tiers.choice import Expectation, Request, candidate, expect, takes
+from tiers.choice import Expectation, Request, candidate, takes
+from tiers.choice import expected as expected_of
 from tiers.fleet import Demand, Fleet, Lease
 from tiers.replica import FOREIGN_POLLS, PeerLoad, Replica, Share
 from tiers.snapshot import FleetLoad, Gauges, KvCache, ReplicaState, load_of
@@ -99,9 +100,10 @@ def loads(fleet: Fleet) -> list[Load]:
 
 
 def expected(fleet: Fleet, position: int, prompt_tokens: int, output_tokens: int = 0) -> Expectation:
-    snapshot, speed = fleet.snapshot(), fleet.replicas[position].state.speed
-    assert speed is not None
-    return expect(snapshot.tiers[0], position, speed, Request(prompt_tokens, output_tokens), snapshot.load)
+    snapshot = fleet.snapshot()
+    found = expected_of(snapshot.tiers[0], position, Request(prompt_tokens, output_tokens), snapshot.load).times
+    assert found is not None
+    return found
 
 
 def _profiled(step: float = 10.0) -> SpeedModel:
@@ -299,7 +301,7 @@ def taker(
 ) -> ReplicaState | None:
     snapshot = fleet.snapshot(reserved)
     long = prompt_tokens > snapshot.long_prompt_tokens
-    found = candidate(snapshot.tiers[0], Request(prompt_tokens, output_tokens, sequences, long), snapshot)
+    found = candidate(snapshot.tiers[0], Request(prompt_tokens, output_tokens, sequences, long), snapshot.load)
     return found.replica if found.free else None
 
 

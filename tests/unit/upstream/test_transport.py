@@ -340,7 +340,7 @@ async def transport(max_requests: int = 0) -> AsyncIterator[EngineTransport]:
     made = EngineTransport(max_requests)
     try:
         yield made
-        assert not made.active
+        assert all(connection.state is not ConnectionState.ACTIVE for connection in made._connections)
     finally:
         await made.aclose()
 
