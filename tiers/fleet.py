@@ -370,13 +370,10 @@ class Fleet:
     ) -> Lease | None:
         """Take a request's slots on the ready replica of a tier that suits it best; return None if no replica has them.
 
-        Args:
-            tier: The tier.
-            prompt_tokens, max_tokens, sequences: See ``Demand``.
-            exclude: Ids of replicas that were tried already.
-            over_limit: Ignore the replica's limits: the request was admitted before, on another replica.
-            prefix: Of its prompt; None: not known.
-            found: The replica that a decision was made for, which takes it if nothing has changed there; None: any.
+        For ``prompt_tokens``, ``max_tokens`` and ``sequences`` see ``Demand``; replicas in ``exclude`` (ids) were tried
+        already. With ``over_limit`` replicas' limits do not count: the request was admitted before, on another replica.
+        ``prefix`` is its prompt's; None: not known. ``found`` is the replica that a decision was made for, which takes
+        the request if nothing has changed there; None: any.
         """
         now, output_tokens = monotonic(), max_tokens * sequences
         kv_tokens = prompt_tokens + math.ceil(self.output_share * output_tokens)
