@@ -136,6 +136,7 @@ class App:
     ) -> Pipeline:
         kept, samples = settings.telemetry, None
         registry = RequestRegistry(self.state, kept.recent_requests)
+        registry.at_once += [telemetry.record_outcome] if telemetry.exports else []
         registry.observers.append(lambda record: policy.served(record.decision, record.served.tier))
         decisions = DecisionLog(kept.decision_log, DECISION_LOG_BYTES) if kept.decision_log is not None else None
         if decisions is not None:

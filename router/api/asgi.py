@@ -21,8 +21,6 @@ CONTEXT = "qarr.context"  # in a scope: what ``context_of`` returns
 LARGE_BODY = 1 << 16  # bytes
 CODINGS = ("gzip", "deflate", "zstd")  # of a request's body
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 

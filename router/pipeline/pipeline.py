@@ -127,9 +127,7 @@ class Pipeline:
             try:
                 await self._close(active, asked, error)
             finally:
-                record = self.registry.end(active, error)
-                if self.telemetry.exports:
-                    self.telemetry.record_outcome(record)
+                self.registry.end(active, error)
                 error = None  # its trace leads here
 
     async def _reserve(self, active: ActiveRequest, call: Call) -> None:

@@ -80,17 +80,17 @@ class ActiveRequest(Struct, eq=False):
 class RequestRegistry:
     """Holds the open requests and the last records. One event loop owns it.
 
-    ``observers`` are called with each record, in order: with those of ``TOLD_AFTER_S`` together, at half the cost.
+    ``at_once`` hear of each record as its request ends, ``observers`` of those of ``TOLD_AFTER_S`` together: half the cost.
     """
 
     def __init__(self, server_state: ServerState, kept: int) -> None:
         self._server_state = server_state
         self._open: dict[int, ActiveRequest] = {}
         self._untold: list[tuple[float, RequestRecord]] = []
-        self._telling = False
         self.recent: deque[RequestRecord] = deque(maxlen=kept)
         self._failed: deque[RequestRecord] = deque(maxlen=kept)  # or slow: good ones do not displace them
         self.window: deque[tuple[float, TierName | None, Outcome, Times, bool | None]] = deque(maxlen=WINDOW_RECORDS)
+        self.at_once: list[Callable[[RequestRecord], None]] = [log_request]
         self.observers: list[Callable[[RequestRecord], None]] = []
         self.totals: Counter[str] = Counter()
 
@@ -109,28 +109,27 @@ class RequestRegistry:
         self._open[id(request)] = request
         return request
 
-    def end(self, request: ActiveRequest, error: BaseException | None) -> RequestRecord:
+    def end(self, request: ActiveRequest, error: BaseException | None) -> None:
         del self._open[id(request)]
         now = time.monotonic()
         record = self._record(request, error, now)
         self._untold.append((now, record))
+        self.totals["requests"] += 1
         request.context.recorded = True
-        log_request(record, logging.WARNING if record.kept_for is KeptFor.ERROR else logging.INFO)
-        if not self._telling:  # in no request's context
-            self._telling = True
+        for observe in self.at_once:
+            _observed(observe, record)
+        if len(self._untold) == 1:  # in no request's context
             asyncio.get_running_loop().call_later(TOLD_AFTER_S, self.tell, context=Context())
-        return record
 
     def tell(self) -> None:
         """Count the requests that have ended, and let the observers have their records."""
-        (untold, self._untold), self._telling = (self._untold, []), False
+        untold, self._untold = self._untold, []
         totals, window = self.totals, self.window
         for now, record in untold:
             outcome, served = record.outcome, record.served
             self.recent.append(record)
             if record.kept_for is not KeptFor.RECENT:
                 self._failed.append(record)
-            totals["requests"] += 1
             totals[outcome] += 1
             totals["retries"] += served.attempts_failed
             totals["continuations"] += len(served.continued_on)
@@ -138,10 +137,7 @@ class RequestRegistry:
             while window[0][0] < now - WINDOW_S:
                 window.popleft()
             for observe in self.observers:
-                try:
-                    observe(record)
-                except Exception:  # an observer must not break a request
-                    log.exception("a record was not taken by %r", observe)
+                _observed(observe, record)
 
     def _record(self, request: ActiveRequest, error: BaseException | None, now: float) -> RequestRecord:
         context, answer, diverted, arrived = request.context, request.answer, request.diverted, request.context.arrived
@@ -170,16 +166,15 @@ class RequestRegistry:
                 parts, hop = tuple([part.tier for part in answer.parts]), answer.attempt.hop
                 served = Served(answer.tier, hop.replica, hop.precision, hop.checkpoint or None, hop.number, parts)
         sla_met = None if sla.ttft_ms is None and sla.tpot_ms is None else _met(sla, outcome, ttft_ms, tpot_ms)
-        kept_for = KeptFor.SLA_MISS if sla_met is False else KeptFor.RECENT
         wrong = outcome is Outcome.ERROR or outcome is Outcome.REFUSED
+        kept_for = KeptFor.ERROR if wrong else KeptFor.SLA_MISS if sla_met is False else KeptFor.RECENT
         return RequestRecord(
             at=time.time() - (now - arrived),
             request_id=context.request_id, trace_id=context.trace_id, route=context.route, journey=context.journey,
             key_id=context.caller.key_id, team=context.caller.team, usage=request.usage, cost=request.cost,
             priority=request.priority, decision=decision, served=served, tokens=tokens,
-            outcome=outcome, error=cause, why_not=why_not,
+            outcome=outcome, error=cause, why_not=why_not, sla_met=sla_met, kept_for=kept_for,
             times=Times(queue_ms, overhead_ms, ttft_ms, tpot_ms, (now - arrived) * 1000),
-            sla_met=sla_met, kept_for=KeptFor.ERROR if wrong else kept_for,
         )  # fmt: skip
 
     def _failure(self, failure: BaseException) -> tuple[Outcome, str | None, str]:
@@ -199,6 +194,13 @@ class RequestRegistry:
             return Outcome.ERROR, kind, _QUOTED.sub("'...'", failure.detail)
         why = str(failure) if isinstance(failure, UpstreamError) else f"it ended with {kind}"
         return Outcome.ERROR, "Draining" if isinstance(failure, asyncio.CancelledError) else kind, why
+
+
+def _observed(observe: Callable[[RequestRecord], None], record: RequestRecord) -> None:
+    try:
+        observe(record)
+    except Exception:  # an observer must not break a request
+        log.exception("a record was not taken by %r", observe)
 
 
 def _met(sla: Sla, outcome: Outcome, ttft_ms: float | None, tpot_ms: float | None) -> bool | None:

@@ -28,7 +28,7 @@ from pydantic_core import to_json
 from starlette.types import Scope
 
 from router.line_file import Losses, PrivateFile, Writer, made_record
-from router.telemetry.record import Outcome, RequestRecord, render_summary
+from router.telemetry.record import KeptFor, Outcome, RequestRecord, render_summary
 from router.telemetry.settings import TelemetrySettings
 
 ROUTER_FILE = "router-{port}.log"
@@ -54,7 +54,8 @@ def begin_request(request_id: str, trace_id: str) -> None:
     _REQUEST.set((request_id, trace_id, time.monotonic()))
 
 
-def log_request(record: RequestRecord, level: int) -> None:
+def log_request(record: RequestRecord) -> None:
+    level = logging.WARNING if record.kept_for is KeptFor.ERROR else logging.INFO
     if log.isEnabledFor(level):
         text, ids = f"POST {record.route} {record.outcome._value_}", (record.request_id, record.trace_id)
         made, current = made_record(log.name, level, text, fields=record, ids=ids), Logging.current

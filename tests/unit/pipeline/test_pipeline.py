@@ -203,6 +203,19 @@ async def test_a_request_that_is_cancelled_before_its_answer_costs_its_prompt() 
         await until(lambda: not at.stack.engines[FAST].running)
 
 
+async def test_a_request_that_is_cancelled_in_the_queue_costs_nothing() -> None:
+    async with line() as at:
+        for tier in STANDARD_TIERS:
+            while at.stack.fleet.lease(tier, prompt_tokens=1, max_tokens=1) is not None:
+                pass
+        request = asyncio.create_task(at.served(asked()))
+        await until(lambda: at.pipeline.admission.waiting == 1)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        assert await at.tokens_left() == TOKENS
+
+
 @pytest.mark.parametrize("error", [ConnectionResetError(), asyncio.CancelledError(), RuntimeError("encoder")])
 async def test_an_endpoint_that_fails_midway_ends_the_engines_work(error: BaseException) -> None:
     """What came until then counts; no answer is shown to the observer that is not whole."""

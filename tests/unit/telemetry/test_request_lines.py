@@ -13,15 +13,21 @@ from typing import Any
 
 import pytest
 
-from router.telemetry.logs import Logging, log, request_line
-from router.telemetry.logs import log_request as write_line
-from router.telemetry.record import Outcome, RequestRecord, render_summary
+from router.telemetry.logs import Logging, log_request, request_line
+from router.telemetry.record import KeptFor, Outcome, RequestRecord, render_summary
 from router.telemetry.settings import TelemetrySettings
 from tests.unit.own_router import own_router
 from tests.unit.records import decision, record
 
 GOOD = record(request_id="good-1", trace_id="7e" * 16, sla_met=True, checkpoint="c0ffee", key_id="k1")
-BAD = record(request_id="bad-1", decision=decision(None), outcome=Outcome.REFUSED, error="too_long", tier=None)
+BAD = record(
+    request_id="bad-1",
+    decision=decision(None),
+    outcome=Outcome.REFUSED,
+    error="too_long",
+    tier=None,
+    kept_for=KeptFor.ERROR,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -35,13 +41,6 @@ def own_log() -> Iterator[None]:
     root.handlers = handlers
     root.setLevel(levels[0])
     ours.setLevel(levels[1])
-
-
-def log_request(each: RequestRecord) -> None:
-    """Log a record as the request registry does it."""
-    level = logging.WARNING if each is BAD else logging.INFO
-    if log.isEnabledFor(level):
-        write_line(each, level)
 
 
 class Log:
