@@ -274,6 +274,7 @@ class App:
             self._upstream, pipeline.overflow.client,
         ):  # fmt: skip
             await part.aclose()
+        pipeline.registry.tell()  # also of requests that were cut off late
         for writer in (pipeline.decisions, self._samples):
             if writer is not None:
                 await asyncio.to_thread(writer.close)

@@ -22,7 +22,7 @@ from tiers.private_files import OWNER_ONLY, make_private_folder, open_private
 
 log = logging.getLogger(f"qarr.{__name__}")
 CALM_S = 10.0  # without a lost line, until a file counts as mended: a disk that is nearly full takes some lines
-QUEUED_LINES = 10_000
+QUEUED_LINES = 4_000  # a request's is kept with its whole record, some 10 kB, until it is written
 AT_ONCE = 100  # lines that are written together, at most
 GATHERED_S = 0.05  # lines wait for others this long: each waking of a thread takes the interpreter from the event loop
 LAST_LINES_S = 2.0  # longest time for writing what is queued at the end

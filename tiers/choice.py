@@ -63,6 +63,7 @@ class Candidate(NamedTuple):
         times: As predicted; None: its speed is not known.
         cached: Tokens of the prompt in its prefix cache; None: not known.
         position: Of the replica in its tier; -1: there is none.
+        at: Monotonic time of the snapshot; 0: not known.
         load: Of the replica, without the request.
         uncorrected: The times without recent errors; None as ``times``.
     """
@@ -72,6 +73,7 @@ class Candidate(NamedTuple):
     times: Expectation | None
     cached: int | None
     position: int = -1
+    at: float = 0.0
     load: Load = IDLE
     uncorrected: Times | None = None
 
@@ -96,10 +98,11 @@ def expected(
     """Return one replica as a candidate; of known speed, its times are corrected by recent errors."""
     replica, cached = tier.replicas[position], None if tier.cached is None else tier.cached[position]
     load, speed, trends = load_of(replica, tier.output_tokens[position], fleet), replica.speed, replica.trends
+    now = 0.0 if fleet is None else fleet.now
     if speed is None:
-        return Candidate(free, replica, None, cached, position, load)
+        return Candidate(free, replica, None, cached, position, now, load)
     prompt_tokens, output_tokens, sequences, _, share = request
-    each, now = output_tokens / sequences, 0.0 if fleet is None else fleet.now
+    each = output_tokens / sequences
     to_read = prompt_tokens if cached is None else max(prompt_tokens - cached, 0)
     times = speed.times(to_read, load, tier.spec.max_num_seqs, share, sequences, output_tokens=each)
     ttft_mean, ttft_variance = trends.ttft.at_time(now, speed.ttft_spread)
@@ -108,7 +111,7 @@ def expected(
     corrected = Expectation(
         times.ttft_ms * exp(ttft_mean), times.tpot_ms * drift, sqrt(ttft_variance), sqrt(tpot_variance), drift
     )
-    return Candidate(free, replica, corrected, cached, position, load, times)
+    return Candidate(free, replica, corrected, cached, position, now, load, times)
 
 
 def takes(replica: ReplicaState, request: Request, most: int) -> bool:

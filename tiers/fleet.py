@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tiers.snapshot import ReplicaState
 
 STATE, OUTPUT_TOKENS = attrgetter("state"), attrgetter("output_tokens")
+FRESH_S = 0.01  # age of a decision up to which the rest of the fleet counts as unchanged
 OUTPUT_MEMORY = 0.95  # weight of the past in ``Fleet.output_share``: about the last twenty answers
 
 
@@ -373,14 +374,14 @@ class Fleet:
         For ``prompt_tokens``, ``max_tokens`` and ``sequences`` see ``Demand``; replicas in ``exclude`` (ids) were tried
         already. With ``over_limit`` replicas' limits do not count: the request was admitted before, on another replica.
         ``prefix`` is its prompt's; None: not known. ``found`` is the replica that a decision was made for, which takes
-        the request if nothing has changed there; None: any.
+        the request if nothing has changed there, and the decision is fresh; None: any.
         """
         now, output_tokens = monotonic(), max_tokens * sequences
         kv_tokens = prompt_tokens + math.ceil(self.output_share * output_tokens)
         members = self._members.get(tier, [])
         if exclude:
             members = [replica for replica in members if replica.id not in exclude]
-        at = -1 if found is None or not found.free or over_limit else found.position
+        at = -1 if found is None or not found.free or over_limit or now - found.at > FRESH_S else found.position
         if found is None or not 0 <= at < len(members) or members[at].state is not found.replica:
             long = prompt_tokens > self.options.long_prompt_tokens
             request = Request(prompt_tokens, kv_tokens - prompt_tokens, sequences, long, self.output_share)

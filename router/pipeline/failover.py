@@ -259,7 +259,7 @@ class Continuation:
         begun, end = progress.begun, progress.point
         before = progress.output_ids[: begun.tokens][-CONTEXT:]
         ids = [*before, *progress.output_ids[begun.tokens : end.tokens]]
-        shown = await self._detokenized(before, replica)
+        shown = await self._detokenized(before, replica) if before else None
         text = await self._detokenized(ids, replica)
         rest = progress.text[begun.characters :]
         whole = next((whole for whole in _readings(text, shown) if whole.startswith(rest)), None)
@@ -277,7 +277,7 @@ class Continuation:
         """
         progress = self.progress
         before = progress.output_ids[: progress.point.tokens][-CONTEXT:]
-        shown = await self._detokenized(before, replica)
+        shown = await self._detokenized(before, replica) if before else None
         found = await self._whole(replica, before, shown, hidden=())
         if found is None and progress.silent:
             ids = progress.output_ids
@@ -287,7 +287,7 @@ class Continuation:
         return found
 
     async def _whole(
-        self, replica: Replica, before: Sequence[int], shown: str, hidden: Collection[int]
+        self, replica: Replica, before: Sequence[int], shown: str | None, hidden: Collection[int]
     ) -> tuple[int, str] | None:
         """Do so, given an engine's text of the tokens before, and the numbers of tokens that answers do not show."""
         progress, all_ids = self.progress, self.progress.output_ids
@@ -315,9 +315,9 @@ class Continuation:
         return text
 
 
-def _readings(text: str, shown: str) -> tuple[str, ...]:
-    """Return what tokens' own text may be, given an engine's text of them with those before, and of those before."""
-    if shown:
+def _readings(text: str, shown: str | None) -> tuple[str, ...]:
+    """Return what tokens' own text may be, given an engine's text of them with those before, and of those, if any."""
+    if shown is not None:
         return (text.removeprefix(shown),) if text.startswith(shown) else ()
     return text, " " + text  # some tokenizers drop a space where a text begins
 

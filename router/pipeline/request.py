@@ -33,7 +33,7 @@ class RequestContext(Struct):
     sent: Mapping[bytes, bytes] = field(default_factory=dict)
     # when the whole request was there, by the monotonic clock, in seconds
     arrived: float = field(default_factory=time.monotonic)
-    recorded: bool = False  # whether the log has a line of it, or will have
+    recorded: bool = False  # whether there is a record of it, from which the log has a line
     journey: Journey | None = None  # what it goes through; None: it is not to be served, or not decided on yet
     # headers about the key's quotas, filled once they are known; errors carry them as well
     limits: dict[str, str] = field(default_factory=dict)

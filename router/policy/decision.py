@@ -192,7 +192,7 @@ class Estimate(Struct, frozen=True):
     unfit: bool  # it loses more than the budget or the class's bound allows, or is below the hint
     cached: int | None  # prompt tokens that need no prefill on the replica that would serve it
     meets: bool  # it can serve the request within the bounds asked for
-    found: Candidate | None = None  # the replica that would serve it
+    found: Candidate | None = None  # the replica that would serve it, or the first ready one; None: not known
 
     @property
     def under_load(self) -> bool:

@@ -73,8 +73,7 @@ def log_failure(scope: Scope, status: int) -> None:
 
 
 def _fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """Return a line's own fields; a request's are rendered here, in the thread that writes."""
-    fields = getattr(record, "fields", {})
+    fields = getattr(record, "fields", {})  # or a request's record, which is rendered in the thread that writes
     return fields if isinstance(fields, dict) else {"event": "request", **render_summary(fields)}
 
 

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from router.pipeline.failover import StopStringJoiner
+from router.pipeline.failover import StopStringJoiner, _readings
 from tests.fakes.engine import PIECE, Behaviour
 from tests.unit.router_stack import Stack, events, router_stack
 from tiers.spec import STANDARD_TIERS, TierName
@@ -353,6 +353,10 @@ async def test_text_that_was_held_back_for_a_stop_string_is_not_lost(tmp_path: P
         assert (content(text), text.count("[DONE]"), "continued on fast" in text) == (TEXT, 1, True)
         assert usage(text) == [{"prompt_tokens": 3, "completion_tokens": len(WORDS), "total_tokens": 3 + len(WORDS)}]
         assert stack.leases() == 0
+
+
+def test_a_space_may_be_dropped_where_a_text_begins_and_nowhere_else() -> None:
+    assert (_readings("a", None), _readings("a", ""), _readings("xa", "x")) == (("a", " a"), ("a",), ("a",))
 
 
 @pytest.mark.parametrize(

@@ -229,9 +229,8 @@ def lines(snapshot: FleetSnapshot) -> list[dict[str, Any]]:
 def shown(decision: Decision) -> dict[str, Any]:
     """Return a decision without its candidates: a logged replica's load is not spread over its parts."""
     estimates = tuple(structs.replace(each, found=None) for each in decision.choice.estimates)
-    chosen = None if decision.chosen is None else structs.replace(decision.chosen, found=None)
-    choice = structs.replace(decision.choice, estimates=estimates, chosen=chosen)
-    return structs.asdict(decision) | {"choice": choice, "chosen": chosen}
+    chosen = decision.chosen and structs.replace(decision.chosen, found=None)
+    return structs.asdict(decision) | {"choice": structs.replace(decision.choice, estimates=estimates, chosen=chosen)}
 
 
 @pytest.fixture
