@@ -82,10 +82,7 @@ async def test_the_tiers_are_shown(tmp_path: Path, opened: Opened) -> None:
 async def test_what_the_router_measures_is_shown(tmp_path: Path, opened: Opened) -> None:
     """How far it is with speed and loss, that it pauses for a request, and nothing of it to run by hand."""
     no_operations = ("status of 404",)  # this router has no supervisor
-    async with (
-        measuring_router(tmp_path, engines(0.03)) as own,
-        opened(own.url, expected=no_operations) as page,
-    ):
+    async with measuring_router(tmp_path, engines(0.03)) as own, opened(own.url, expected=no_operations) as page:
         await live(page)
         text = page.locator("#measuring-text")
         await expect(text).to_contain_text(re.compile(r"speed while no request is served: \d+ of \d+"))

@@ -94,10 +94,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 @contextmanager
 def started(
-    own: dict[str, str],
-    tmp_path_factory: pytest.TempPathFactory,
-    collector: Collector,
-    arguments: tuple[str, ...] = (),
+    own: dict[str, str], tmp_path_factory: pytest.TempPathFactory, collector: Collector, arguments: tuple[str, ...] = ()
 ) -> Iterator[Up]:
     """Run ``qarr up`` with variables and arguments of its own until all tiers are ready; stop it afterwards."""
     base, profiles = reserved_range(4), tmp_path_factory.mktemp("profiles")

@@ -86,8 +86,5 @@ def test_a_draft_with_another_vocabulary_is_refused_with_both_digests(tmp_path: 
 def test_speeds_belong_to_how_engines_run_too() -> None:
     """A profile that was measured without a draft says nothing about an engine with one."""
     plain = speed_machine(load_settings(None))
-    tiers = {
-        "precise": {"draft": "fast", "tensor_parallel": 2},
-        "fast": {"urls": ("http://a",), "draft": "ngram"},
-    }
+    tiers = {"precise": {"draft": "fast", "tensor_parallel": 2}, "fast": {"urls": ("http://a",), "draft": "ngram"}}
     assert speed_machine(load_settings(None, {"tiers": tiers})) == f"{plain}; precise: draft fast x 4, 2 GPUs (2 x 1)"

@@ -140,10 +140,7 @@ def test_a_tier_has_engines_here_and_elsewhere(tmp_path: Path) -> None:
     prepared = made(tmp_path)
     given = settings(
         engine={"python": Path(sys.executable), "base_port": 9500},
-        tiers={
-            "fast": {"urls": (URL,), "replicas": 2, "precision": "int4"},
-            "balanced": {"replicas": 0},
-        },
+        tiers={"fast": {"urls": (URL,), "replicas": 2, "precision": "int4"}, "balanced": {"replicas": 0}},
     )
     deployment = make_deployment(given, tuple(prepared.values()))
     assert [(launch.tier.name, launch.port) for launch in deployment.launches] == [

@@ -106,6 +106,18 @@ def expected(fleet: Fleet, position: int, prompt_tokens: int, output_tokens: int
     return found
 
 
+def test_a_decisions_replica_is_taken_while_it_is_as_it_was() -> None:
+    """Not once it has changed, the decision is old, or it was tried already: then the best one is looked for."""
+    fleet, request = make_fleet(replicas=3), Request(5, 7.0)
+    snapshot = fleet.snapshot()
+    second = expected_of(snapshot.tiers[0], 1, request, snapshot.load)
+    offers = (second, ()), (second, ()), (second._replace(at=0.0), ()), (second, {"fast-1"})
+    taken = [
+        fleet.lease(FAST, prompt_tokens=5, max_tokens=7, exclude=exclude, found=found) for found, exclude in offers
+    ]
+    assert [lease and lease.replica.id for lease in taken] == ["fast-1", "fast-0", "fast-2", "fast-0"]
+
+
 def _profiled(step: float = 10.0) -> SpeedModel:
     return SpeedModel(100, 1, step, 1, profiled=True, ttft_spread=0.1, tpot_spread=0.1)
 
