@@ -31,6 +31,8 @@ from tiers.speed import SpeedModel
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from router.policy.decision import Decision
+    from tiers.choice import Candidate
     from tiers.fleet import Lease
 
 PROMPT = "Can you explain how tides work, and why there are two of them a day? I never understood the second one. "
@@ -58,9 +60,9 @@ class Load:
         self.streams = {lease.replica.id: lease for lease in self.open}.values()
         self.times: dict[str, list[float]] = defaultdict(list)
 
-    def lease(self, tier: TierName, max_tokens: int) -> Lease:
-        """Take a slot that must be free."""
-        lease = self.fleet.lease(tier, prompt_tokens=self.query.prompt_tokens, max_tokens=max_tokens)
+    def lease(self, tier: TierName, max_tokens: int, found: Candidate | None = None) -> Lease:
+        """Take a slot that must be free; ``found``: see ``Fleet.lease``."""
+        lease = self.fleet.lease(tier, prompt_tokens=self.query.prompt_tokens, max_tokens=max_tokens, found=found)
         assert lease is not None
         return lease
 
@@ -87,16 +89,17 @@ class Load:
         )
         self.time("both, alike", lambda: decide(query, fleet.snapshot(), TABLE))
         assert decision.tier is not None
-        self.time("lease, first token, end, release", lambda: self.serve(decision.tier or TierName.FAST))
+        self.time("lease, first token, end, release", lambda: self.serve(decision))
         self.time("one token", next(iter(self.streams)).produced, 10)
         for stream in self.streams:
             stream.produced()
         if len(self.times["both"]) % 10 == 0:
             self.time("decision log, one line", lambda: self.log.decided("id", decision, snapshot, TABLE))
 
-    def serve(self, tier: TierName) -> None:
-        """Serve a request to its end."""
-        lease = self.lease(tier, 200)
+    def serve(self, decision: Decision) -> None:
+        """Serve a request to its end, on the replica that was decided for."""
+        assert decision.chosen is not None
+        lease = self.lease(decision.chosen.tier, 200, decision.chosen.found)
         lease.first_token(500.0)
         lease.finished(50.0, 100)
         lease.release()

@@ -80,7 +80,7 @@ class ActiveRequest(Struct, eq=False):
 class RequestRegistry:
     """Holds the open requests and the last records. One event loop owns it.
 
-    ``at_once`` hear of each record as its request ends, ``observers`` of those of ``TOLD_AFTER_S`` together: half the cost.
+    ``at_once`` hear of each record as its request ends, ``observers`` of those of ``TOLD_AFTER_S`` together.
     """
 
     def __init__(self, server_state: ServerState, kept: int) -> None:
