@@ -22,7 +22,7 @@ from tests.unit.made_configs import made_hub
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
-# Every client without TLS settings has the same certificates; to read them takes 20 ms.
+# All clients without TLS settings trust the same certificates: these are read once.
 pytest.MonkeyPatch().setattr("httpx._transports.default.create_ssl_context", cache(httpx.create_ssl_context))
 
 

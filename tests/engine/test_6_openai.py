@@ -225,7 +225,7 @@ def gist(stream: list[Any]) -> tuple[dict[int, str], str, str]:
 def test_varied_chats_are_answered_alike(engine: Side, router: Side) -> None:
     """Whole answers are equal but for ids and times; streams concatenate to the same text, those of features see below."""
     for body in VARIED:
-        # Rounding turns greedy answers where two tokens are nearly as likely, and is another one for a new prompt.
+        # Where two tokens are nearly as likely, rounding decides, and a new prompt is rounded unlike a cached one.
         for _ in range(4):
             direct, routed = ask(engine, **body), ask(router, **body)
             if comparable(routed.json()) == comparable(direct.json()):
@@ -379,7 +379,7 @@ def test_precisions_and_truncation_on_real_engines(engine: Side, router: Side) -
         {"role": "user", "content": "What is the capital of France?"},
     ]
     whole = engine.post("/tokenize", messages=talk).json()["count"]
-    room: dict[str, Any] = {"max_tokens": 1500, "stop": [" "]}  # most of the window, and hardly used
+    room: dict[str, Any] = {"max_tokens": 1500, "stop": [" "]}  # leaves 548 tokens for the prompt; ends at once
     for body in ({"messages": talk}, {"prompt": "What is the capital of France? " * 150}):
         for how in ("oldest", "middle") if "prompt" in body else ("oldest",):
             assert generate(router, **body, **room).status_code == 422
