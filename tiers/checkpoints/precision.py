@@ -112,14 +112,13 @@ def _own_command(url: str, root: str) -> Sequence[str] | None:
     parts = urlsplit(url)
     if not _is_loopback(parts.hostname or ""):
         return None
-    with contextlib.suppress(psutil.Error, OSError, ValueError):
-        for socket in psutil.net_connections("tcp"):
-            listens = socket.status == psutil.CONN_LISTEN and socket.laddr and socket.laddr.port == (parts.port or 80)
-            if not listens or socket.pid is None:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError, ValueError):
+            command = process.cmdline()
+            if root not in command and f"--model={root}" not in command:
                 continue
-            command = psutil.Process(socket.pid).cmdline()
-            named = root in command or f"--model={root}" in command
-            if named and Path(f"/proc/{socket.pid}/root").samefile("/"):
+            listens = (at.laddr.port for at in process.net_connections("tcp") if at.status == psutil.CONN_LISTEN)
+            if (parts.port or 80) in listens and Path(f"/proc/{process.pid}/root").samefile("/"):
                 return command
     return None
 
