@@ -22,15 +22,15 @@ const key = {
 
 /** Ask the router. @throws Problem, or a TypeError where there is no connection. */
 async function ask(path, { method = "GET", body = undefined, signal = undefined } = {}) {
-  const headers = {};
-  if (key.get()) headers.authorization = `Bearer ${key.get()}`;
+  const headers = {}, own = key.get();
+  if (own) headers.authorization = `Bearer ${own}`;
   if (body !== undefined) headers["content-type"] = "application/json";
   const request = { method, headers, signal, cache: "no-store", credentials: "omit", redirect: "error" };
   const answer = await fetch(path, { ...request, body: body === undefined ? undefined : JSON.stringify(body) });
   if (answer.ok) return answer;
   const problem = await answer.json().catch(() => null);
   const refused = new Problem(answer.status, problem, answer.headers.get("retry-after"));
-  if (answer.status === 401) needKey(refused);
+  if (answer.status === 401 && own === key.get()) needKey(refused); // else there is another key by now
   throw refused;
 }
 
