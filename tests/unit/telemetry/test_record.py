@@ -271,7 +271,7 @@ async def test_an_answer_that_another_tier_goes_on_with_is_shown_there(tmp_path:
         stack.engines[TierName.FAST].break_after = 2
         stack.engines[TierName.BALANCED].delay_s = 0.5
         running = asyncio.create_task(stack.generate(tier="fast", max_tokens=64))
-        await until(lambda: stack.engines[TierName.BALANCED].running)
+        await until(lambda: any(each.now_on is not each.answer for each in stack.pipeline.registry.open))
         (shown,) = json.loads((await first_events(stack, "fleet", 2))[-1])["in_flight"]
         assert (shown["tier"], shown["replica"], shown["state"]) == ("balanced", "balanced-0", "decode")
         record = await record_of(stack, await running)
