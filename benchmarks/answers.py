@@ -1,18 +1,19 @@
 """Right answers, engine time and goodput of ways to route, on real engines.
 
-    python benchmarks/answers.py [--before DIR] [--limit N] [--rounds 1]
+    python benchmarks/answers.py [--before DIR] [--limit N] [--loads 0.5 0.8 1 1.2] [--rounds 1]
 
 Half of the built-in tasks, chosen by their digests, makes the profile of this release's router; the other half is asked:
 of each precision, of all in turn (round robin), and of ``model = "auto"`` at ``policy.loss_budget.like = "balanced"``.
-``--before`` is a checkout of 55b1916 with a ``.venv``: its router, which counts tokens that differ, measures itself with
-its own prompts and is asked the same.
+``--before`` is a checkout with a ``.venv``, such as of 687d1f71, whose rule was the least engine time of the tiers whose
+loss is allowed: its router has the same profiles and is asked the same.
 
 First each precision answers every held-out task, one at a time; tasks that none gets right are left out from there on.
-Then each way answers the rest, one at a time, and at 0.8 of saturation: Poisson arrivals at 0.8 of what eight callers
+Then each way answers the rest, one at a time, and at each load: Poisson arrivals at that share of what eight callers
 without pauses get from all precisions in turn. Engine-seconds are CPU time of the engines; no answer uses another's cached
 prefix. An answer is lost if it is wrong or missing and ``precise`` is right on that task at that load, and won in the
-reverse; ± is the 95 % interval of their difference, paired by task. Goodput is the rate of right answers within a TTFT and
-a TPOT bound.
+reverse; ± is the 95 % interval of their difference, paired by task. A random mix with the router's shares of tiers is not
+asked: its loss is the mean of the tiers' alone, weighted by the shares. Goodput is the rate of right answers within a
+TTFT and a TPOT bound.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from fleets import Engines, idle, merged, real_engines, router, shares_of
 from measure import note
 
 from classifier import PromptClass
-from router.policy.losses import Z95, losses
+from router.policy.losses import losses
+from router.policy.profiles import percentile
 from router.profiling.checks import RunsCheck
 from router.profiling.client import RouterClient
 from router.profiling.measure_quality import CHARS_PER_TOKEN, Plan, measure
@@ -54,8 +56,13 @@ if TYPE_CHECKING:
 
 LIKE: dict[str, dict[str, Any]] = {"policy": {"loss_budget": {"like": "balanced"}}}
 FIXED = {f"all {tier}": tier for tier in reversed(STANDARD_TIERS)}
-ROUND_ROBIN, TOKENS, ANSWERS = "round robin", "auto, counting tokens", "auto, counting answers"
-LOAD, CALLERS, SATURATING_S = 0.8, 8, 25.0
+ROUND_ROBIN = "round robin"
+BEFORE = "auto, before"
+AUTO = "auto"
+CALLERS = 8
+SATURATING_S = 25.0
+PARAMETERS = 135e6  # of the served model
+Z95 = statistics.NormalDist().inv_cdf(0.975)
 TTFT_MS, TPOT_MS, LIMIT_S = 2000.0, 100.0, 120.0
 SALTS = itertools.count()
 
@@ -97,8 +104,9 @@ class Seen:
 def main() -> None:
     """Run as the arguments say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, help="checkout of 55b1916")
+    parser.add_argument("--before", type=Path, help="another checkout of QARR with a .venv, as a row")
     parser.add_argument("--limit", type=int, help="most tasks of each half; default: all")
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 1.0, 1.2], help="shares of saturation")
     parser.add_argument("--rounds", type=int, default=1, help="how often each task is asked at the load")
     options = parser.parse_args()
     shown = [argument for argument in sys.argv[1:] if not argument.startswith("/")]
@@ -114,12 +122,11 @@ def main() -> None:
         ways = [Way(way, ours.url, [tier]) for way, tier in FIXED.items()]
         ways += [Way(ROUND_ROBIN, ours.url, STANDARD_TIERS)]
         if options.before is not None:
-            theirs = routers.enter_context(router(folder / "theirs", engines, LIKE, options.before / ".venv/bin/qarr"))
-            note(theirs.run("profile", "latency"))
-            note(theirs.run("profile", "quality"))
-            ways.append(Way(TOKENS, theirs.url, ["auto"]))
-        ways.append(Way(ANSWERS, ours.url, ["auto"]))
-        asyncio.run(compare(engines, ways, held_out, profile, options.rounds))
+            command = options.before / ".venv/bin/qarr"
+            theirs = routers.enter_context(router(folder / "theirs", engines, settings, command))
+            ways.append(Way(BEFORE, theirs.url, ["auto"]))
+        ways.append(Way(AUTO, ours.url, ["auto"]))
+        asyncio.run(compare(engines, ways, held_out, profile, options.loads, options.rounds))
 
 
 def halves(engines: Engines, limit: int | None) -> tuple[list[Task], list[Task]]:
@@ -141,9 +148,14 @@ async def profiled(running: Router, tasks: Sequence[Task]) -> QualityProfile:
 
 
 async def compare(
-    engines: Engines, ways: Sequence[Way], tasks: Sequence[Task], profile: QualityProfile, rounds: int
+    engines: Engines,
+    ways: Sequence[Way],
+    tasks: Sequence[Task],
+    profile: QualityProfile,
+    loads: Sequence[float],
+    rounds: int,
 ) -> None:
-    """Ask every way at both loads, and print what became of it."""
+    """Ask every way alone and at each load, and print what became of it."""
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=LIMIT_S), trust_env=False
     ) as session:
@@ -161,10 +173,11 @@ async def compare(
             alone[way.name] = only(seen, known) if seen else await one_by_one(session, engines, way, known)
         table("one at a time", alone, known)
         full = await saturation(session, next(way for way in ways if way.name == ROUND_ROBIN), known)
-        loaded = {}
-        for way in ways:
-            loaded[way.name] = await at_rate(session, engines, way, known * rounds, LOAD * full)
-        table(f"{LOAD:g} of saturation ({full:.2f} requests/s)", loaded, known)
+        for load in loads:
+            loaded = {}
+            for way in ways:
+                loaded[way.name] = await at_rate(session, engines, way, known * rounds, load * full)
+            table(f"{load:g} of saturation ({load * full:.2f} requests/s)", loaded, known)
 
 
 async def one_by_one(session: aiohttp.ClientSession, engines: Engines, way: Way, tasks: Sequence[Task]) -> Seen:
@@ -273,8 +286,8 @@ def correlations(fixed: Mapping[str, Seen], tasks: Sequence[Task], profile: Qual
         counts = [count for count in profile.of(tier) if count.prompt_class is kind and count.diagnosis is not None]
         if not asked or not counts:
             continue
-        expected = losses(PRECISIONS[tier], profile.of(tier))[kind]
-        prior = losses(PRECISIONS[tier], ())[kind]
+        expected = losses(PRECISIONS[tier], profile.of(tier), PARAMETERS)[kind]
+        prior = losses(PRECISIONS[tier], (), PARAMETERS)[kind]
         diagnoses = [count.diagnosis for count in counts if count.diagnosis is not None]
         tokens = sum(one.tokens for one in diagnoses)
         rows.append(
@@ -308,8 +321,8 @@ def table(title: str, seen: Mapping[str, Seen], tasks: Sequence[Task]) -> None:
     """Print what every way did at one load, beside ``precise`` at the same load."""
     precise = seen[f"all {TierName.PRECISE}"]
     print(f"\n{title}: {len(tasks)} tasks")
-    heads = ("right %", "lost %", "won %", "lost less won %", "engine-s", "TTFT p50", "goodput/s", "none")
-    widths = (9, 8, 8, 18, 10, 10, 11, 6)
+    heads = ("right %", "lost %", "won %", "lost less won %", "engine-s", "TTFT p50", "p95", "goodput/s", "none")
+    widths = (9, 8, 8, 18, 10, 10, 8, 11, 6)
     print(f"{'way':24}" + "".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)) + "  f/b/p %")
     for name, own in seen.items():
         answers = [answer for each in own.answers.values() for answer in each]
@@ -322,17 +335,38 @@ def table(title: str, seen: Mapping[str, Seen], tasks: Sequence[Task]) -> None:
             f"{-100 * sum(gap for gap in gaps if gap < 0) / len(gaps):.1f}",
             told(gaps),
             f"{own.engine_s / len(answers):.3f}",
-            f"{statistics.median(answer.ttft_ms for answer in answers):.0f}",
+            f"{percentile([answer.ttft_ms for answer in answers], 0.5):.0f}",
+            f"{percentile([answer.ttft_ms for answer in answers], 0.95):.0f}",
             f"{good / own.took_s:.2f}" if own.took_s else "-",
             f"{sum(answer.tier is None for answer in answers)}",
         )
         print(f"{name:24}" + "".join(f"{v:>{width}}" for v, width in zip(values, widths, strict=True)) + f"  {shares}")
-    ours = seen[ANSWERS]
+    ours = seen[AUTO]
     for name, own in seen.items():
-        if name != ANSWERS:
+        if name != AUTO:
             gaps = [own.right(task.digest) - ours.right(task.digest) for task in tasks]
-            print(f"# {ANSWERS} loses {told(gaps)} of 100 answers against {name}")
+            print(f"# {AUTO} loses {told(gaps)} of 100 answers against {name}")
+    print(f"# {against_random_mix(seen, tasks)}")
     sys.stdout.flush()
+
+
+def against_random_mix(seen: Mapping[str, Seen], tasks: Sequence[Task]) -> str:
+    """Return what the router's choice is worth against a random mix with the same shares of tiers.
+
+    What such a mix does with a task is the mean of what the tiers alone did with it, weighted by their shares.
+    """
+    ours = seen[AUTO]
+    tiers = [answer.tier for answers in ours.answers.values() for answer in answers]
+    shares = {f"all {tier}": tiers.count(tier) / len(tiers) for tier in STANDARD_TIERS}
+    gaps = []
+    for task in tasks:
+        right_by_chance = sum(share * seen[name].right(task.digest) for name, share in shares.items())
+        gaps.append(right_by_chance - ours.right(task.digest))
+    engine_s_by_chance = sum(share * seen[name].engine_s for name, share in shares.items())
+    return (
+        f"{AUTO} loses {told(gaps)} of 100 answers against a random mix with its shares of tiers, "
+        f"with {ours.engine_s / engine_s_by_chance:.2f} times its engine time"
+    )
 
 
 def told(gaps: Iterable[float]) -> str:

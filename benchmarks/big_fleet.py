@@ -146,7 +146,7 @@ def router(folder: Path, urls: list[str]) -> Iterator[Router]:
         "QARR_POLICY__PROFILES": str(folder),
         "QARR_ENGINE__LOG_DIR": str(folder),
         "QARR_SERVER__RUNTIME_DIR": str(folder),
-        "QARR_ENGINE__CANARY_MIN_AGREEMENT": "0",  # stubs tell no token ids
+        "QARR_ENGINE__CHECK_TOLERANCE": "0",  # stubs have no log-probabilities
     }
     argv = [".venv/bin/qarr", "serve", "--port", str(port)]
     with process(argv, 0, env=env, log=folder / "router.log") as running:

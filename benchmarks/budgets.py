@@ -24,7 +24,8 @@ from pathlib import Path
 
 from router.accounting.budgets import OverBudgetError, periods
 from router.accounting.database import Database
-from router.accounting.ledgers import BudgetLedger, RedisLedger, SqliteLedger
+from router.accounting.ledgers import BudgetLedger, SqliteLedger
+from router.accounting.redis_ledger import RedisLedger
 from router.accounting.reservations import Reservations
 from router.accounting.settings import BudgetSettings
 from router.auth.api_keys import Account, Budget, Caller

@@ -39,7 +39,7 @@ PROMPT = "Can you explain how tides work, and why there are two of them a day? I
 CALLS = 1500
 OPEN = 6  # requests on each replica
 MAX_TOKENS = 1 << 20  # so that none of them is done before the measurement is
-TABLE = PolicyParameters({TierName.FAST: losses("awq-int4", ()), TierName.BALANCED: losses("fp8", ())})
+TABLE = PolicyParameters({TierName.FAST: losses("awq-int4", (), 8e9), TierName.BALANCED: losses("fp8", (), 8e9)})
 
 
 class Load:

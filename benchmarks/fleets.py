@@ -25,7 +25,6 @@ from router.settings import load_settings
 from tiers.checkpoints.prepare import finished
 from tiers.lifecycle.command import engine_argv, engine_environment
 from tiers.plan import machine_name
-from tiers.simulated.engine import MODEL
 from tiers.spec import STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
@@ -117,7 +116,7 @@ class Engines:
     def settings(self) -> dict[str, dict[str, Any]]:
         """Return a router's settings for them."""
         tiers = {f"tiers.{tier}": {**self.tiers[tier], "urls": urls} for tier, urls in self.urls.items()}
-        return {**tiers, "engine": {"api_key": self.api_key} if self.api_key else {"warmup_expected": MODEL}}
+        return {**tiers, "engine": {"api_key": self.api_key} if self.api_key else {"check_tolerance": 0}}
 
     def work(self) -> dict[str, dict[str, float]]:
         """Return what each engine has done since its start: ``busy_s`` is time of a simulated GPU, or CPU time."""

@@ -2,15 +2,15 @@
 
 usage: .venv/bin/locust -f benchmarks/locustfile.py --headless -H http://127.0.0.1:8080
 
-By default 50 users for 60 seconds (LOAD_RPS and LOAD_SECONDS change that). A user sends at most one request a second and
-waits for its answer: the load is a closed loop, and a slow fleet gets less than 50 requests a second. Locust's own timing
-of a stream ends at its first byte, so this file fires events of its own for time to first token and whole answer.
+By default 50 users for 60 seconds: Locust's -u (users), -r (users a second at the start) and -t (time) change that. A user
+sends at most one request a second and waits for its answer: the load is a closed loop, and a slow fleet gets less than 50
+requests a second. Locust's own timing of a stream ends at its first byte, so this file fires events of its own for time to
+first token and whole answer.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import statistics
 import time
@@ -18,14 +18,14 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from locust import HttpUser, LoadTestShape, constant_throughput, events, task
+from locust import HttpUser, constant_throughput, events, task
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser
+
     from locust.env import Environment
 
-# Bare names, not settings of the router: the router refuses variables with its prefix that it does not know.
-RPS = float(os.environ.get("LOAD_RPS", "50"))
-SECONDS = float(os.environ.get("LOAD_SECONDS", "60"))
+USERS, SECONDS = 50, 60
 PROMPTS = (
     "hi",
     "What is the capital of France?",
@@ -109,23 +109,20 @@ def _fire(environment: Environment, kind: str, tier: str, took_ms: float, length
     )
 
 
-class Steady(LoadTestShape):
-    """The same load throughout, ended by itself."""
-
-    use_common_options = False
-
-    def tick(self) -> tuple[int, float] | None:
-        """Return users and spawn rate, None at the end."""
-        users = max(round(RPS), 1)
-        return (users, users) if self.get_run_time() < SECONDS else None
+@events.init_command_line_parser.add_listener
+def _defaults(parser: ArgumentParser) -> None:
+    """Set what Locust takes without options."""
+    parser.set_defaults(num_users=USERS, spawn_rate=USERS, run_time=f"{SECONDS}s")
 
 
 @events.quitting.add_listener
-def _summary(**_kwargs: Any) -> None:
+def _summary(environment: Environment, **_kwargs: Any) -> None:
+    stats = environment.stats
+    took_s = max((stats.last_request_timestamp or 0) - stats.start_time, 1.0)
     print(f"\n{'tier':16}{'answers':>8}{'errors':>8}{'TTFT p50/p95 ms':>20}{'total p50/p95 ms':>20}{'tokens/s':>10}")
     for tier, t in sorted(TALLY.items()):
         row = f"{tier:16}{len(t.total):8}{t.errors:8}{_percentiles(t.ttft):>20}{_percentiles(t.total):>20}"
-        print(f"{row}{t.tokens / SECONDS:10.1f}")
+        print(f"{row}{t.tokens / took_s:10.1f}")
 
 
 def _percentiles(values: list[float]) -> str:

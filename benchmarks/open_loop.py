@@ -30,6 +30,7 @@ _PROMPT = re.compile(rb'"prompt_tokens": ?(\d+)')
 # Mean answer in tokens, by class of prompt: an assumption. Lengths are log-normal about it.
 ANSWER_TOKENS = {
     "chat": 150, "writing": 400, "code": 350, "math": 250, "extraction": 80, "multilingual": 150, "long_context": 200,
+    "small_talk": 30,
 }  # fmt: skip
 SIGMA = 0.6  # of the logarithm of an answer's length
 

@@ -1,12 +1,16 @@
-"""What the planned fleet saves, and where it does not: four settings, and a day with a peak.
+"""Where a planned fleet of several precisions pays, and where not: six settings, each over a sweep of loads.
 
-    python benchmarks/plans.py [--seconds 240] [--seed 1]
+    python benchmarks/plans.py [--requests 1000] [--seed 1] [--only TEXT]
 
-Each setting is planned by ``qarr plan`` (``--json``). The planned fleet and each fleet of one precision then serve the same
-Poisson arrivals, simulated (``policy_simulation.py``, with the router's own decisions and queue; speeds and losses as the
-plan has them): each part of the day lasts ``--seconds``. Answers and prompts are log-normal about their mean. ``loads`` has
-what the plan costs at other loads, and the cheapest fleet of one precision that keeps the budget. In the days with a peak
-all fleets have eight GPUs, and the load is 2.5 times the mean at the peak; the policy's loss budget is 5 answers of 100.
+At each load ``qarr plan`` (``--json``) finds the cheapest fleet within the loss budget. That fleet and each fleet of one
+precision then serve the same Poisson arrivals, simulated (``policy_simulation.py``, with the router's own decisions and
+queue; speeds and losses as the plan has them): a day in four parts of equal length, the load of the last one 2.5 times the
+mean. ``--requests`` is how many a day has, or more, so that each part lasts 30 s; answers and prompts are log-normal about
+their mean. ``single`` is the cheapest fleet of one precision that keeps the budget. Each setting says where its speeds are
+from: computed (roofline), or measured, on an H200 by ``gpu_speed.py`` (``gpu_profile.py`` fits them) and on this CPU by
+``qarr profile latency``.
+
+scripts/figures.py writes the documents' tables from results/plans.json.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from gpu_profile import PROFILE
 from measure import ROOT
 from policy_simulation import Options, simulate
 from recording import Recording
@@ -39,8 +44,8 @@ from tiers.sizing.architecture import architecture
 from tiers.sizing.capacity import Demand, engines_on_gpus
 from tiers.sizing.find_config import find_config
 from tiers.sizing.fleet import EngineType, Fleet, Load
-from tiers.sizing.hardware import parse_gpus
-from tiers.sizing.operation import in_operation
+from tiers.sizing.named_gpus import parse_gpus
+from tiers.sizing.operation import Policy, in_operation
 from tiers.sizing.roofline import Roofline
 from tiers.snapshot import FleetSnapshot, ReplicaState, TierSnapshot
 from tiers.spec import PRECISIONS, ReplicaStatus, TemplateTokens, TierName, TierSpec
@@ -55,18 +60,76 @@ if TYPE_CHECKING:
 
 RESULTS = ROOT / "benchmarks/results/plans.json"
 CONFIGS = "tests/unit/tiers/sizing/configs"
-PROFILE = "benchmarks/results/latency_smollm2-135m.json"
+CPU_PROFILE = "benchmarks/results/latency_smollm2-135m.json"
 PROMPT, OUTPUT = 800, 250  # tokens in the mean, the plan's defaults
 SIGMA = 0.6  # of the logarithm of an answer's length
 USUAL = 0.7  # of what an engine serves at most: the load at which latencies are compared
 DAY = "0.4,0.6,0.5,2.5"
-SETTINGS = {
-    "Llama 3.1 8B on one H100": f"--model {CONFIGS}/llama-3.1-8b.json --gpus 1xH100 --load 8/s --loss 0.3 --day {DAY}",
-    "Llama 3.1 8B on four A10": f"--model {CONFIGS}/llama-3.1-8b.json --gpus 4xA10 --load 3/s --loss 0.3 --day {DAY}",
-    "Llama 3.3 70B on two A100 and four L40S": f"--model {CONFIGS}/llama-3.3-70b.json --gpus 2xA100,4xL40S --load 1.5/s "
-    f"--mix coding --loss 0.3 --day {DAY}",
-    "SmolLM2 135M on this CPU": f"--load 20/min --prompt 200 --output 60 --profile {PROFILE} --day {DAY}",
-}
+LEAST_PART_S = 30.0  # several times as long as an answer
+PLANNED = "planned"  # the name of the fleet that the plan found
+LLAMA_8B, LLAMA_70B = (f"--model {CONFIGS}/{name}.json" for name in ("llama-3.1-8b", "llama-3.3-70b"))
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A model on GPUs, or on this CPU, and the loads that are tried.
+
+    Attributes:
+        name: For people.
+        arguments: Of ``qarr plan``, without the load.
+        loads: Requests in the mean, of each ``unit``.
+        unit: ``s`` or ``min``.
+    """
+
+    name: str
+    arguments: str
+    loads: tuple[float, ...]
+    unit: str = "s"
+
+    def at(self, load: float) -> str:
+        """Return the plan's arguments at a load."""
+        return f"{self.arguments} --load {load:g}/{self.unit}"
+
+    @property
+    def values(self) -> dict[str, str]:
+        """Return the arguments by option."""
+        words = self.arguments.split()
+        return dict(zip(words[::2], words[1::2], strict=True))
+
+
+SETTINGS = (
+    Setting(
+        "Llama 3.1 8B on one H100",
+        f"{LLAMA_8B} --gpus 1xH100 --loss 0.3 --day {DAY}",
+        (2, 4, 6, 8, 10, 12),
+    ),
+    Setting(
+        "Llama 3.1 8B on four H200",
+        f"{LLAMA_8B} --gpus 4xH200 --loss 0.3 --day {DAY} --profile {PROFILE.relative_to(ROOT)} --max-num-seqs 128",
+        (8, 16, 24, 32, 40, 48, 64),
+    ),
+    Setting(
+        "Llama 3.1 8B on four A10",
+        f"{LLAMA_8B} --gpus 4xA10 --loss 0.3 --day {DAY}",
+        (0.75, 1.5, 2.25, 3, 3.75, 4.5, 6),
+    ),
+    Setting(
+        "Llama 3.3 70B on eight H100, coding",
+        f"{LLAMA_70B} --gpus 8xH100 --mix coding --loss 0.3 --day {DAY}",
+        (2, 4, 6, 8, 10, 12, 16),
+    ),
+    Setting(
+        "Llama 3.3 70B on two A100 and four L40S, coding",
+        f"{LLAMA_70B} --gpus 2xA100,4xL40S --mix coding --loss 0.3 --day {DAY}",
+        (0.375, 0.75, 1.125, 1.5, 1.875, 2.25, 3),
+    ),
+    Setting(
+        "SmolLM2 135M on this CPU",
+        f"--prompt 200 --output 60 --profile {CPU_PROFILE} --day {DAY}",
+        (5, 10, 20, 40),
+        "min",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +158,7 @@ class Row:
     tpot_mean: float
     ttft_p50: float
     ttft_p95: float
+    tpot_p50: float
     tpot_p95: float
     shares: Mapping[str, float]
 
@@ -102,75 +166,107 @@ class Row:
 def main() -> None:
     """Run all, print tables, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=240.0, help="of each part of the day")
+    parser.add_argument("--requests", type=int, default=1000, help="of each simulated day")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="", help="settings whose name has this; nothing is written then")
     options = parser.parse_args()
-    print(f"$ python benchmarks/plans.py {' '.join(sys.argv[1:])}".rstrip())
+    command = f"python benchmarks/plans.py {' '.join(sys.argv[1:])}".rstrip()
+    date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     print(
-        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC. Speeds: the plan's roofline, on this CPU measured. Losses: published."
+        f"$ {command}\n{date}. Days of {options.requests:,} requests or more; load of their parts: {DAY} of the mean."
     )
-    found: dict[str, Any] = {}
-    for name, arguments in SETTINGS.items():
-        print(f"\n{name}\n$ qarr plan {arguments}")
-        found[name] = setting(arguments, options)
-    for gpu, rate, others in (("H100", 12.0, "balanced"), ("A100", 2.0, "fast")):
-        print(f"\nA day with a peak: Llama 3.3 70B on eight {gpu}, {rate:g} requests/s in the mean, coding")
-        found[f"day on {gpu}"] = peak(gpu, rate, TierName(others), options)
-    found["engines"] = checked(options)
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    found = [sweep(setting, options) for setting in SETTINGS if options.only in setting.name]
+    if options.only:
+        return
+    record = {
+        "command": command,
+        "date": date,
+        "requests": options.requests,
+        "day": DAY,
+        "settings": found,
+        "engines": checked(options),
+    }
+    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def plan(arguments: str) -> dict[str, Any]:
     """Return what ``qarr plan`` finds."""
     command = [str(Path(sys.executable).with_name("qarr")), "plan", *arguments.split(), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=300)
     if not done.stdout:
         raise SystemExit(done.stderr)
     read: dict[str, Any] = json.loads(done.stdout)
     return read
 
 
-def setting(arguments: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Plan, simulate the planned fleet and those of one precision, and show them."""
-    planned, words = plan(arguments), arguments.split()
-    print(planned["verdict"])
-    value = dict(zip(words[::2], words[1::2], strict=True))
-    fleets = {"planned": planned["plan"]} | {f"{tier} alone": fleet for tier, fleet in planned["alone"].items()}
+def sweep(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
+    """Plan and simulate a setting at each of its loads, and show them."""
+    print(f"\n{setting.name}")
+    loads = [at_load(setting, load, options) for load in setting.loads]
+    return {"name": setting.name, "arguments": setting.arguments, "unit": setting.unit, "loads": loads}
+
+
+def at_load(setting: Setting, load: float, options: argparse.Namespace) -> dict[str, Any]:
+    """Plan at one load, simulate the planned fleet and those of one precision, and show them."""
+    arguments = setting.at(load)
+    planned = plan(arguments)
+    print(f"\n$ qarr plan {arguments}\nspeed: {planned['speed']}; losses: {planned['losses']}\n{planned['verdict']}")
+    fleets = {PLANNED: planned["plan"]} | {f"{tier} alone": fleet for tier, fleet in planned["alone"].items()}
     fleets = {name: fleet for name, fleet in fleets.items() if fleet is not None}
-    rates = [planned["requests_per_s"] * factor / mean_of(DAY) for factor in factors(DAY)]
-    arrivals = requests(rates, value.get("--mix", "chat"), planned, options)
-    rows = []
+    rows = simulated(fleets, setting, planned, options)
+    if rows:
+        show(rows, planned)
+        show_plan(fleets, rows)
+    return {
+        "load": load,
+        "command": f"qarr plan {arguments}",
+        "verdict": planned["verdict"],
+        "speed": planned["speed"],
+        "losses": planned["losses"],
+        "currency": planned["currency"],
+        "single": cheapest_single(planned),
+        "rows": [as_json(each) for each in rows],
+    }
+
+
+def simulated(
+    fleets: Mapping[str, Mapping[str, Any]],
+    setting: Setting,
+    planned: Mapping[str, Any],
+    options: argparse.Namespace,
+) -> list[Row]:
+    """Return what becomes of the same requests on each fleet."""
+    shares = factors(DAY)
+    rates = [planned["requests_per_s"] * share / mean_of(DAY) for share in shares]
+    part_s = max(options.requests / planned["requests_per_s"] / len(shares), LEAST_PART_S)
+    arrivals = requests(rates, part_s, setting.values.get("--mix", "chat"), planned, options.seed)
+    rows: dict[str, Row] = {}
     for name, fleet in fleets.items():
-        engines = [engine(each, value) for each in fleet["engines"]]
+        if name != PLANNED and fleet == fleets.get(PLANNED):
+            rows[name] = replace(rows[PLANNED], name=name)
+            continue
+        engines = [engine(each, setting.values) for each in fleet["engines"]]
         results = serve(engines, arrivals, fleet["loss_budget"], "best")
-        rows.append(row(name, engines, fleet["cost_per_hour"], results, planned, arrivals))
-    show(rows, planned)
+        rows[name] = row(name, engines, fleet["cost_per_hour"], results, planned, arrivals)
+    return list(rows.values())
+
+
+def show_plan(fleets: Mapping[str, Mapping[str, Any]], rows: Sequence[Row]) -> None:
+    """Print the plan's figures beside those of the simulation."""
     print("the plan's / simulated:")
     for (name, fleet), each in zip(fleets.items(), rows, strict=True):
         lost = f"lost of 100 {100 * fleet['answers_lost']:.3f} / {100 * each.lost:.3f}"
         ttft = f"TTFT mean {fleet['ttft_ms']:,.0f} / {each.ttft_mean:,.0f} ms"
         print(f"  {name:15} {lost}, {ttft}, {fleet['tpot_ms']:.1f} / {each.tpot_mean:.1f} ms a token")
-    single = cheapest_single(planned)
-    rate = float(value["--load"].removesuffix("/s")) if value["--load"].endswith("/s") else None
-    return {
-        "command": f"qarr plan {arguments}",
-        "verdict": planned["verdict"],
-        "currency": planned["currency"],
-        "planned": as_json(rows[0]),
-        "single": next((as_json(each) for each in rows if each.name == f"{single} alone"), None),
-        "loads": sweep(arguments, rate) if rate else [],
-        "rows": [as_json(each) for each in rows],
-    }
 
 
 def engine(each: Mapping[str, Any], value: Mapping[str, str]) -> Engine:
-    """Return an engine of a plan with its speed."""
+    """Return an engine of a plan with its speed: a measured one, without contention, where there is a profile."""
     tier = TierName(each["tier"])
-    if each["gpu"] is None:
+    if "--profile" in value:
         fit = next(fit for fit in load_latency(ROOT / value["--profile"]).fits if fit.tier is tier)
-        return Engine(
-            tier, None, 0, each["replicas"], each["batch"], replace(fit.model, contention=0.0)
-        )  # a machine each
+        speed = replace(fit.model, contention=0.0)  # each has its own GPU, or machine
+        return Engine(tier, each["gpu"], each["gpus_per_replica"], each["replicas"], each["batch"], speed)
     model = architecture(find_config(str(ROOT / value["--model"])))
     pace = Roofline(model, parse_gpus(each["gpu"])[0], PRECISIONS[tier], each["gpus_per_replica"], PROMPT + OUTPUT // 2)
     return Engine(tier, each["gpu"], each["gpus_per_replica"], each["replicas"], each["batch"], as_model(pace))
@@ -206,14 +302,14 @@ class Asked:
     tokens: int
 
 
-def requests(rates: Sequence[float], mix: str, planned: Mapping[str, Any], options: argparse.Namespace) -> list[Asked]:
+def requests(rates: Sequence[float], part_s: float, mix: str, planned: Mapping[str, Any], seed: int) -> list[Asked]:
     """Return Poisson arrivals of a day's parts, of the mix's kinds."""
-    source = random.Random(options.seed)
+    source = random.Random(seed)
     classes, degrees = MIXES[mix]
     found, at = [], 0.0
     for part, rate in enumerate(rates):
-        at = part * options.seconds
-        while (at := at + source.expovariate(rate)) < (part + 1) * options.seconds:
+        at = part * part_s
+        while (at := at + source.expovariate(rate)) < (part + 1) * part_s:
             kind = source.choices(list(classes), list(classes.values()))[0]
             degree = source.choices(list(Complexity), degrees)[0]
             prompt = max(round(lengths(source, planned["prompt_tokens"])), 8)
@@ -245,7 +341,7 @@ def serve(
         tiers.append(TierSnapshot(spec, states, (0,) * len(states)))
     fleet = FleetSnapshot(tuple(tiers), TemplateTokens(0, 0, 0), output_share=0.25)
     table = PolicyParameters(
-        {tier: losses(PRECISIONS[tier], ()) for tier in tuple(PRECISIONS)[:2]},
+        {tier: losses(PRECISIONS[tier], (), 8e9) for tier in tuple(PRECISIONS)[:2]},
         objective=objective,
         loss_budget=budget,
     )
@@ -288,6 +384,7 @@ def row(
         fmean(tpots),
         percentile(ttfts, 0.5),
         percentile(ttfts, 0.95),
+        percentile(tpots, 0.5),
         percentile(tpots, 0.95),
         {tier: sum(result.tier is tier for _, result in served) / max(len(served), 1) for tier in PRECISIONS},
     )
@@ -297,7 +394,7 @@ def show(rows: Sequence[Row], planned: Mapping[str, Any]) -> None:
     """Print a table."""
     price = planned.get("currency") or ("GPUs" if rows[0].engines and " x " in rows[0].engines else "machines")
     print(f"{'fleet':15} {'engines':52} {price + '/h':>10} {'1M tokens':>9} {'lost of 100':>11} {'refused':>8}", end="")
-    print(f" {'TTFT p50':>8} {'p95':>6} {'ms/token p95':>12}  f/b/p %")
+    print(f" {'TTFT p50':>8} {'p95':>6} {'ms/token p50':>12} {'p95':>6}  f/b/p %")
     for each in rows:
         money = "-" if each.per_million is None else f"{each.per_million:.3f}"
         cost = "-" if each.price is None else f"{each.price:.2f}"
@@ -306,37 +403,13 @@ def show(rows: Sequence[Row], planned: Mapping[str, Any]) -> None:
             f"{each.name:15} {each.engines:52} {cost:>10} {money:>9} {100 * each.lost:>11.2f} {each.refused:>8.1%}",
             end="",
         )
-        print(f" {each.ttft_p50:>8.0f} {each.ttft_p95:>6.0f} {each.tpot_p95:>12.1f}  {shares}")
+        times = f"{each.ttft_p50:>8.0f} {each.ttft_p95:>6.0f} {each.tpot_p50:>12.1f} {each.tpot_p95:>6.1f}"
+        print(f" {times}  {shares}")
 
 
 def as_json(each: Row) -> dict[str, Any]:
     """Return a row for the file."""
     return {name: getattr(each, name) for name in Row.__slots__}
-
-
-def peak(gpu: str, rate: float, lower: TierName, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Serve a day with a peak by fleets of the same GPUs: of one precision each, and of both with each objective."""
-    model, kind = architecture(find_config(str(ROOT / CONFIGS / "llama-3.3-70b.json"))), parse_gpus(gpu)[0]
-
-    def engines(tier: TierName, gpus: int, count: int) -> Engine:
-        pace = Roofline(model, kind, PRECISIONS[tier], gpus, PROMPT + OUTPUT // 2)
-        return Engine(tier, gpu, gpus, count, 128, as_model(pace))
-
-    planned = {"prompt_tokens": PROMPT, "output_tokens": OUTPUT, "requests_per_s": rate}
-    asked = requests([rate * factor / mean_of(DAY) for factor in factors(DAY)], "coding", planned, options)
-    high, both = [engines(TierName.PRECISE, 4, 2)], [engines(lower, 2, 2), engines(TierName.PRECISE, 4, 1)]
-    fleets: dict[str, tuple[list[Engine], Objective]] = {
-        "precise alone": (high, "best"),
-        f"{lower} alone": ([engines(lower, 2, 4)], "best"),
-        "both, best": (both, "best"),
-        "both, cheapest": (both, "cheapest"),
-    }
-    rows = [
-        row(name, mine, None, serve(mine, asked, 0.05, objective), planned, asked)
-        for name, (mine, objective) in fleets.items()
-    ]
-    show(rows, planned)
-    return [as_json(each) for each in rows]
 
 
 def factors(day: str) -> list[float]:
@@ -347,24 +420,6 @@ def factors(day: str) -> list[float]:
 def mean_of(day: str) -> float:
     """Return the mean of a day's parts."""
     return sum(factors(day)) / len(factors(day))
-
-
-def sweep(arguments: str, load: float) -> list[tuple[float, float | None, float | None]]:
-    """Return what the plan costs at shares of a load, and the cheapest fleet of one precision within the budget."""
-    found = []
-    for share in (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0):
-        planned = plan(arguments.replace(f"--load {load:g}/s", f"--load {load * share:g}/s"))
-        single = cheapest_single(planned)
-        price = planned["plan"] and planned["plan"]["cost_per_hour"]
-        found.append((load * share, price, single and planned["alone"][single]["cost_per_hour"]))
-    each = (f"{rate:g}/s {money(price)} / {money(single)}" for rate, price, single in found)
-    print("loads (an hour, planned / single): " + "; ".join(each))
-    return found
-
-
-def money(price: float | None) -> str:
-    """Return a price; a dash where no fleet carries it."""
-    return "-" if price is None else f"{price:.2f}"
 
 
 def cheapest_single(planned: Mapping[str, Any]) -> str | None:
@@ -392,7 +447,7 @@ def checked(options: argparse.Namespace) -> list[dict[str, Any]]:
                 Fleet(((EngineType(gpus, each, 1.0), 1),), 1, 0, {("", each.tier): 1.0}),
                 load,
                 demand,
-                lambda _budget, _taken: 1.0,
+                Policy(lambda _budget, _taken: 1.0, latest_unnoticed_ms=None),
             )
             there = throughput(on, each.batch), *latency(on, each.batch, rate, options)
             pairs = list(zip((each.tokens_per_s, fleet.ttft_ms or 0.0, fleet.tpot_ms or 0.0), there, strict=True))

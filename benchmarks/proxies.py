@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 BASE = "vllm-router cache_aware"  # what all ratios are to
 OURS, OURS_GENERATE = "QARR /v1/chat/completions", "QARR /generate"
+OURS_READS = "JSON, tokens, class, text as a prefix"
 PROMPT = "Explain how a reverse proxy works, and what one does that a load balancer does not. " * 3
 WHOLE_TOKENS, STREAM_TOKENS = 8, 64
 NGINX = """worker_processes 1; daemon off; pid {folder}/nginx.pid; error_log {folder}/nginx.log warn;
@@ -74,6 +76,7 @@ class Started:
 
     port: int
     process: psutil.Process
+    engines: tuple[str, ...]  # that it stands before
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +86,27 @@ class Proxy:
     Attributes:
         version: Returns what it is, or raises SkippedError.
         command: Returns the command that starts it, and its environment; None: there is none, and the stub is asked.
+        reads: What it looks at in a prompt before it chooses an engine.
         ours: Whether it is this project.
         generate: Whether it is asked on ``/generate``.
         shares: Name of the row whose process it is measured on.
+        ready: Path that answers 200 when it can serve.
+        headers: Returns the headers that a request to it needs, given the engines' URLs.
+        start_s: Seconds that its start may take.
     """
 
     version: Callable[[], str]
     command: Callable[[Place], tuple[list[str], dict[str, str]]] | None
+    reads: str = "nothing"
     ours: bool = False
     generate: bool = False
     shares: str = ""
+    ready: str = "/health"
+    headers: Callable[[tuple[str, ...]], tuple[tuple[str, str], ...]] | None = None
+    start_s: float = 120
 
-    def question(self, *, streamed: bool) -> Question:
-        """Return what it is asked; the answer is the same for all."""
+    def question(self, *, streamed: bool, engines: tuple[str, ...] = ()) -> Question:
+        """Return what it is asked; the answer is the same for all. Where headers name the engines, these are they."""
         tokens = STREAM_TOKENS if streamed else WHOLE_TOKENS
         common = {"max_tokens": tokens, "temperature": 0.7, "stream": streamed}
         if self.generate:
@@ -103,7 +114,9 @@ class Proxy:
                 "/generate", {"prompt": PROMPT, **common}, tokens, b"event: done" if streamed else b'"finish_reason"'
             )
         body = {"model": "auto" if self.ours else MODEL, "messages": [{"role": "user", "content": PROMPT}], **common}
-        return Question("/v1/chat/completions", body, tokens, b"data: [DONE]" if streamed else b'"finish_reason"')
+        headers = self.headers(engines) if self.headers else ()
+        ending = b"data: [DONE]" if streamed else b'"finish_reason"'
+        return Question("/v1/chat/completions", body, tokens, ending, headers)
 
 
 def _nginx_version() -> str:
@@ -131,15 +144,30 @@ def from_index(name: str) -> Callable[[], str]:
     """Return a function that makes a peer's environment where it is missing, and returns the version in its lock."""
 
     def version() -> str:
-        made = subprocess.run(["scripts/setup", name], cwd=ROOT, capture_output=True, text=True, check=False)
-        if made.returncode:
-            said = next((line for line in made.stderr.splitlines() if "error" in line), "no word")
-            raise SkippedError(f"its environment could not be made (scripts/setup {name}): {said.strip()[:200]}")
+        _make_environment(name)
         pinned = re.search(rf"^{name}==(\S+)", (ROOT / f"requirements/{name}.txt").read_text("utf-8"), re.MULTILINE)
         assert pinned is not None
         return pinned[1]
 
     return version
+
+
+def _make_environment(name: str) -> None:
+    """Make a peer's environment where it is missing.
+
+    Raises:
+        SkippedError: It could not be made.
+    """
+    made = subprocess.run(["scripts/setup", name], cwd=ROOT, capture_output=True, text=True, check=False)
+    if made.returncode:
+        said = next((line for line in made.stderr.splitlines() if "error" in line), "no word")
+        raise SkippedError(f"its environment could not be made (scripts/setup {name}): {said.strip()[:200]}")
+
+
+def _portkey_version() -> str:
+    _make_environment("portkey")
+    wanted = json.loads((ROOT / "requirements/portkey/package.json").read_text("utf-8"))
+    return str(wanted["dependencies"]["@portkey-ai/gateway"])
 
 
 def _router(policy: str) -> Callable[[Place], tuple[list[str], dict[str, str]]]:
@@ -153,6 +181,41 @@ def _router(policy: str) -> Callable[[Place], tuple[list[str], dict[str, str]]]:
 def _smg(place: Place) -> tuple[list[str], dict[str, str]]:
     argv = [".venv-smg/bin/smg", "launch", "--backend", "vllm", "--disable-tokenizer-autoload", "--log-level", "warn"]
     return [*argv, *_rust_options(place, "cache_aware")], dict(os.environ)
+
+
+def _litellm(place: Place) -> tuple[list[str], dict[str, str]]:
+    """Start LiteLLM's proxy with the engines as one model group: no database, no keys, no retries."""
+    deployments = [
+        {
+            "model_name": MODEL,
+            "litellm_params": {"model": f"openai/{MODEL}", "api_base": f"{url}/v1", "api_key": "none"},
+        }
+        for url in place.engines
+    ]
+    settings = {
+        "model_list": deployments,
+        "litellm_settings": {"num_retries": 0, "telemetry": False},
+        "general_settings": {"dangerously_permit_weak_or_unset_master_key": True},  # it listens on loopback
+    }
+    config = place.folder / "litellm.yaml"
+    config.write_text(json.dumps(settings))  # JSON is YAML
+    argv = [".venv-litellm/bin/litellm", "--config", str(config), "--host", "127.0.0.1", "--port", str(place.port)]
+    own = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    # Its table of prices otherwise comes from the network at each start.
+    return argv, own | {"LITELLM_LOG": "WARNING", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1"}
+
+
+def _portkey(place: Place) -> tuple[list[str], dict[str, str]]:
+    script = ".venv-portkey/node_modules/@portkey-ai/gateway/build/start-server.js"
+    own = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    return ["node", script, f"--port={place.port}", "--headless"], own | {"NODE_ENV": "production"}
+
+
+def portkey_headers(engines: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """Return Portkey's configuration of a request: the load is spread over all engines."""
+    targets = [{"provider": "openai", "api_key": "none", "custom_host": f"{url}/v1"} for url in engines]
+    config = {"strategy": {"mode": "loadbalance"}, "targets": targets}
+    return (("x-portkey-config", json.dumps(config)),)
 
 
 def _rust_options(place: Place, policy: str) -> list[str]:
@@ -184,6 +247,7 @@ def _started_from(checkout: Path, place: Place) -> tuple[list[str], dict[str, st
     return argv, inherited | {
         "QARR_ENGINE__LOG_DIR": str(place.folder),
         "QARR_POLICY__PROFILES": str(place.folder / "profiles"),
+        "QARR_ADMISSION__MAX_WAITING": "1024",  # other proxies have no such limit, and bursts come to more than 256
         "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
         "OTEL_TRACES_SAMPLER_ARG": "0.01",
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
@@ -197,8 +261,16 @@ def of_checkout(checkout: Path) -> dict[str, Proxy]:
     chat, generate = f"{name} /v1", f"{name} /generate"
     command = partial(_started_from, checkout)
     return {
-        chat: Proxy(partial(commit, checkout), command, ours=True),
-        generate: Proxy(partial(commit, checkout), command, ours=True, generate=True, shares=chat),
+        chat: Proxy(partial(commit, checkout), command, reads=OURS_READS, ours=True, ready="/readyz"),
+        generate: Proxy(
+            partial(commit, checkout),
+            command,
+            reads=OURS_READS,
+            ours=True,
+            generate=True,
+            shares=chat,
+            ready="/readyz",
+        ),
     }
 
 
@@ -206,11 +278,13 @@ PROXIES: dict[str, Proxy] = {
     "direct": Proxy(lambda: "the stub engine alone", None),
     "nginx": Proxy(_nginx_version, _nginx),
     "uvloop byte relay": Proxy(lambda: f"uvloop {version('uvloop')}", _byte_relay),
-    "vllm-router round_robin": Proxy(from_index("vllm-router"), _router("round_robin")),
-    BASE: Proxy(from_index("vllm-router"), _router("cache_aware")),
-    "smg cache_aware": Proxy(from_index("smg"), _smg),
-    OURS: Proxy(commit, _qarr, ours=True),
-    OURS_GENERATE: Proxy(commit, _qarr, ours=True, generate=True, shares=OURS),
+    "vllm-router round_robin": Proxy(from_index("vllm-router"), _router("round_robin"), reads="JSON"),
+    BASE: Proxy(from_index("vllm-router"), _router("cache_aware"), reads="JSON, text as a prefix"),
+    "smg cache_aware": Proxy(from_index("smg"), _smg, reads="JSON, text as a prefix"),
+    "LiteLLM": Proxy(from_index("litellm"), _litellm, reads="JSON", ready="/health/liveliness"),
+    "Portkey": Proxy(_portkey_version, _portkey, reads="JSON", ready="/", headers=portkey_headers),
+    OURS: Proxy(commit, _qarr, reads=OURS_READS, ours=True, ready="/readyz"),
+    OURS_GENERATE: Proxy(commit, _qarr, reads=OURS_READS, ours=True, generate=True, shares=OURS, ready="/readyz"),
 }
 
 
@@ -232,8 +306,8 @@ def started(proxy: Proxy, place: Place) -> Iterator[Started]:
     log = place.folder / "output.log"
     with process(argv, place.core, env=env, log=log) as running:
         try:
-            wait_for(place.port, "/readyz" if proxy.ours else "/health", 30)
+            wait_for(place.port, proxy.ready, proxy.start_s)
         except TimeoutError as error:
             said = log.read_text("utf-8", "replace").strip().splitlines() or ["nothing"]
-            raise SkippedError(f"it did not start within 30 s; it said: {said[-1][:200]}") from error
-        yield Started(place.port, running)
+            raise SkippedError(f"it did not start within {proxy.start_s:g} s; it said: {said[-1][:200]}") from error
+        yield Started(place.port, running, place.engines)

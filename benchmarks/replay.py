@@ -58,10 +58,10 @@ def compared(
     table = recorded = recording.tables[recording.decisions[-1].policy]
     settings = load_settings(policy)
     if policy is not None:
-        table = replace(policy_table(settings.policy, ()), losses=recorded.losses)
+        table = replace(policy_table(settings.policy, (), None), losses=recorded.losses)
     if quality is not None:
         specs = [tier.spec for tier in recording.decisions[-1].fleet.tiers]
-        table = replace(table, losses=policy_table(settings.policy, specs, load_profile(quality)).losses)
+        table = replace(table, losses=policy_table(settings.policy, specs, None, load_profile(quality)).losses)
     longest = {number: float(getattr(settings.admission.max_wait_s, name)) for name, number in PRIORITIES.items()}
     options = Options(settings.admission.max_waiting, longest)
     speeds = {fit.tier: fit.model for fit in load_latency(latency).fits} if latency is not None else None

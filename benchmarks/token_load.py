@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import time
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 LAST_CHUNK = b"\r\n0\r\n\r\n"
 GRACE_S = 20.0  # for the answers that are open when the time is over
+SETTLE_S = 0.5  # from which on the connections before a burst keep the proxy busy
+BETWEEN_BURSTS_S = 0.2
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _CHUNK = re.compile(rb"([0-9a-fA-F]+)[^\r\n]*\r\n")
 
@@ -30,20 +33,23 @@ class Question:
         body: Sent as JSON.
         tokens: That the answer must have.
         ending: Bytes that it must have besides.
+        headers: Sent besides the usual ones: some gateways take their configuration there.
     """
 
     path: str
     body: dict[str, object]
     tokens: int
     ending: bytes
+    headers: tuple[tuple[str, str], ...] = ()
 
     @property
     def raw(self) -> bytes:
         """Return the request's bytes."""
         body = json.dumps(self.body).encode()
+        more = "".join(f"{name}: {value}\r\n" for name, value in self.headers)
         head = (
             f"POST {self.path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-            f"accept: */*\r\ncontent-length: {len(body)}\r\n\r\n"
+            f"accept: */*\r\n{more}content-length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body
 
@@ -91,6 +97,25 @@ class Sample:
     error: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class BurstSample:
+    """Bursts of new connections on a busy proxy. Times in milliseconds, from connecting to the end of the first answer.
+
+    Attributes:
+        answers: Good ones, of the new connections.
+        errors: Wrong ones and broken connections, those that keep the proxy busy included.
+        p50, p99, most: Of the new connections' times.
+        error: The first one's beginning.
+    """
+
+    answers: int
+    errors: int
+    p50: float
+    p99: float
+    most: float
+    error: str = ""
+
+
 @dataclass(slots=True)
 class Tally:
     """What has been seen so far."""
@@ -110,8 +135,9 @@ class Tally:
 class Client(asyncio.Protocol):
     """One connection: the next request goes out when an answer has ended."""
 
-    def __init__(self, question: Question, tally: Tally) -> None:
-        self._question, self._raw, self._tally = question, question.raw, tally
+    def __init__(self, question: Question, tally: Tally, began: float | None = None) -> None:
+        """Ask a question again and again; the first answer's time counts from ``began``, by default from connecting."""
+        self._question, self._raw, self._tally, self._began = question, question.raw, tally, began
         self._parts: list[bytes] = []
         self._left: int | None = None  # bytes of an answer whose length is known; None: its head is not complete
         self._tail = b""
@@ -121,7 +147,7 @@ class Client(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Ask for the first time, however late it is."""
         self._transport = cast("asyncio.Transport", transport)
-        self._ask(time.perf_counter())
+        self._ask(time.perf_counter() if self._began is None else self._began)
 
     def _ask(self, now: float) -> None:
         self._parts, self._left, self._tail, self._first_s, self._asked = [], None, b"", 0.0, now
@@ -164,7 +190,8 @@ class Client(asyncio.Protocol):
         """Count an answer that is not complete."""
         if self._busy:
             self._tally.failed(b"the connection closed: " + repr(exc).encode() + b" after " + b"".join(self._parts))
-        self.ended.set_result(None)
+        if not self.ended.done():  # nobody waits for an answer that took too long
+            self.ended.set_result(None)
 
 
 async def _connection(port: int, question: Question, tally: Tally) -> None:
@@ -219,3 +246,56 @@ async def load(
         rss_mb=sum(process.memory_info().rss for process in tree(watched)) / 2**20,
         error=tally.error,
     )
+
+
+async def burst(port: int, question: Question, *, connections: int, busy: int, seconds: float) -> BurstSample:
+    """Open connections at once, each for one question, again and again while others keep the proxy busy.
+
+    Args:
+        port: Of the proxy.
+        question: What is asked.
+        connections: Of each burst.
+        busy: Connections that have one request open all the time, one at least.
+        seconds: After which no burst begins any more; there is at least one.
+    """
+    others, first = Tally(stop=math.inf), Tally(stop=0.0)
+    async with asyncio.TaskGroup() as tasks:
+        asking = [tasks.create_task(_connection(port, question, others)) for _ in range(busy)]
+        await asyncio.sleep(SETTLE_S)
+        stop = time.perf_counter() + seconds
+        while not first.first_s or time.perf_counter() < stop:
+            new = [asyncio.create_task(_first_answer(port, question, first)) for _ in range(connections)]
+            _, late = await asyncio.wait(new, timeout=GRACE_S)
+            for task in late:
+                task.cancel()
+                first.failed(b"no end of an answer")
+            if first.errors:
+                break
+            await asyncio.sleep(BETWEEN_BURSTS_S)
+        others.stop = 0.0
+        _, late = await asyncio.wait(asking, timeout=GRACE_S)
+        for task in late:
+            task.cancel()
+            others.failed(b"no end of an answer")
+    ordered = sorted(first.first_s) or [float("nan")]
+    return BurstSample(
+        answers=len(first.first_s),
+        errors=first.errors + others.errors,
+        p50=ordered[len(ordered) // 2] * 1000,
+        p99=ordered[int(len(ordered) * 0.99)] * 1000,
+        most=ordered[-1] * 1000,
+        error=first.error or others.error,
+    )
+
+
+async def _first_answer(port: int, question: Question, tally: Tally) -> None:
+    """Ask once over a new connection; the time counts from connecting."""
+    began = time.perf_counter()
+    try:
+        _, client = await asyncio.get_running_loop().create_connection(
+            lambda: Client(question, tally, began), "127.0.0.1", port
+        )
+    except OSError as error:
+        tally.failed(str(error).encode())
+    else:
+        await client.ended

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from classifier.kinds import JUDGED
-from classifier.model import ASKS, CLASSES, COMPLEX, CONTAINS, OUTPUTS, line_of, shipped_model
+from classifier.model import ASKS, CLASSES, COMPLEX, CONTAINS, OUTPUTS, SMALL_TALK, line_of, shipped_model
 
 LEAST = 0.05  # log-odds: what is less is not told
 WORDS = 200  # of a prompt, that are tried
@@ -19,7 +19,7 @@ def explain(text: str, most: int = 5) -> dict[str, list[tuple[str, float]]]:
         most: Pairs of each output at most; 1 or more.
 
     Returns:
-        By output: ``asks`` and ``contains`` code, the likeliest class without code, and ``complex`` work.
+        By output: ``asks`` and ``contains`` code, ``small talk`` or the likeliest class without code, and ``complex`` work.
 
     Raises:
         WeightsError: The weights that come with the package cannot be read.
@@ -29,7 +29,7 @@ def explain(text: str, most: int = 5) -> dict[str, list[tuple[str, float]]]:
     words = line.split(" ")[:WORDS]
     pairs = [" ".join(pair) for pair in pairwise(words)] or words
     alone = {pair: model.read(pair, 0)[0] for pair in dict.fromkeys(pairs)}
-    likeliest = CLASSES + whole[CLASSES:].index(max(whole[CLASSES:]))
+    likeliest = SMALL_TALK if whole[SMALL_TALK] >= 0 else CLASSES + whole[CLASSES:].index(max(whole[CLASSES:]))
     told = {}
     for output in (ASKS, CONTAINS, likeliest, COMPLEX):
         weights = [(pair, round(odds[output] - nothing[output], 2)) for pair, odds in alone.items()]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
 from msgspec import Struct
 
 from classifier.kinds import JUDGED, Complexity, PromptClass
-from classifier.model import shipped_model
+from classifier.model import Prediction, shipped_model
 
 CHARS_PER_TOKEN = 3.0  # English prose has 4 to 5, code fewer: the estimate errs on the long side
 PIECE_CHARS = 50_000  # of a text that is counted at once
@@ -17,8 +19,15 @@ LONG_TOKENS = 1500
 _EVEN = 0.5
 # Probability from which work is more than trivial: so 85 % of trivial prose is found, and 10 % of other prose called it.
 BEYOND_TRIVIAL = 0.6
+# Probability from which a prompt is small talk: so 96 % of what is called small talk is, in batches that were left out, and
+# half of it is found there. A false one costs right answers, a missed one only engine time.
+SMALL_TALK = 0.9
+SMALL_TALK_TOKENS = 40  # of a text at most: in a longer one a question may hide between courtesies
+SMALL_TALK_CONTEXT_TOKENS = 500  # of what the model reads before the text, at most: system prompt and earlier turns
+SMALL_TALK_FILE = Path(__file__).with_name("small_talk.txt")
 DOUBT = 0.18  # distance of the probability of code from even, below which a second look may change the answer
 _WIDE = re.compile("[\u2e80-\U0010ffff]")  # from here on scripts without spaces, about a token a character
+_WORDS = re.compile(r"\w+")
 _WHITE_OR_NOT = b"".join(b" " if chr(byte).isspace() else b"x" for byte in range(256))
 
 
@@ -115,10 +124,12 @@ def extract(
     elif length > LONG_TOKENS:
         prompt_class, confidence = PromptClass.LONG_CONTEXT, 1 - found.has_code
         signals += (f"{length} tokens",)
+    elif is_small_talk(text, found, tokens, context_tokens):
+        prompt_class, confidence = PromptClass.SMALL_TALK, max(found.small_talk, SMALL_TALK)
     else:
         likeliest = max(found.classes)
         prompt_class, confidence = JUDGED[found.classes.index(likeliest)], likeliest * (1 - found.has_code)
-    complexity = Complexity.MODERATE if found.beyond_trivial >= BEYOND_TRIVIAL else Complexity.TRIVIAL
+    complexity = complexity_of(found, prompt_class)
     words = f" {text}".encode().translate(_WHITE_OR_NOT).count(b" x") if text.isascii() else len(text.split())
     return PromptFeatures(
         chars=len(text),
@@ -132,6 +143,41 @@ def extract(
         prompt_class=prompt_class,
         confidence=confidence,
         signals=signals,
-        complexity=Complexity.COMPLEX if found.complex >= _EVEN else complexity,
+        complexity=complexity,
         doubtful=not second and abs(found.has_code - _EVEN) < DOUBT,
     )
+
+
+def is_small_talk(text: str, found: Prediction, tokens: int, context_tokens: int) -> bool:
+    """Tell whether no answer to a prompt without code can be right or wrong.
+
+    Args:
+        text: The prompt.
+        found: What the model finds in the text.
+        tokens: Of the text.
+        context_tokens: Of all that the language model reads; 0: the text alone.
+    """
+    if tokens > SMALL_TALK_TOKENS or context_tokens - tokens > SMALL_TALK_CONTEXT_TOKENS:
+        return False
+    return words_of(text) in known_small_talk() or found.small_talk >= SMALL_TALK
+
+
+@cache
+def known_small_talk() -> frozenset[str]:
+    """Return the words of the texts that are known to be small talk, read once."""
+    lines = SMALL_TALK_FILE.read_text("utf-8").splitlines()
+    return frozenset(line for line in lines if not line.startswith("#"))
+
+
+def words_of(text: str) -> str:
+    """Return a text's words in lower case, with spaces between and without marks."""
+    return " ".join(_WORDS.findall(text.casefold()))
+
+
+def complexity_of(found: Prediction, prompt_class: PromptClass) -> Complexity:
+    """Return how much work is asked for. Small talk asks for none."""
+    if prompt_class is PromptClass.SMALL_TALK:
+        return Complexity.TRIVIAL
+    if found.complex >= _EVEN:
+        return Complexity.COMPLEX
+    return Complexity.MODERATE if found.beyond_trivial >= BEYOND_TRIVIAL else Complexity.TRIVIAL

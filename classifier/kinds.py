@@ -15,10 +15,12 @@ class PromptClass(StrEnum):
     WRITING = "writing"
     MULTILINGUAL = "multilingual"
     LONG_CONTEXT = "long_context"
+    SMALL_TALK = "small_talk"
     UNKNOWN = "unknown"
 
 
-# Classes told apart where a prompt neither holds nor asks for code and is not long; unknown is text that says nothing.
+# Classes told apart where a prompt neither holds nor asks for code, is not long and is no small talk; unknown is text that
+# says nothing.
 JUDGED = (
     PromptClass.CHAT,
     PromptClass.EXTRACTION,

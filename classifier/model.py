@@ -24,9 +24,9 @@ from classifier.kinds import JUDGED
 
 WEIGHTS_FILE = Path(__file__).with_name("weights.ftz")
 ABOUT_FILE = "weights.json"
-HAS, ASKS, CONTAINS, BEYOND_TRIVIAL, COMPLEX = range(5)
-CLASSES = COMPLEX + 1  # where the outputs of the classes start
-OUTPUTS = ("has code", "asks", "contains", "beyond trivial", "complex", *JUDGED)
+HAS, ASKS, CONTAINS, BEYOND_TRIVIAL, COMPLEX, SMALL_TALK = range(6)
+CLASSES = SMALL_TALK + 1  # where the outputs of the classes start
+OUTPUTS = ("has code", "asks", "contains", "beyond trivial", "complex", "small talk", *JUDGED)
 LABEL, LANGUAGE = "__label__", "__label__language:"
 LABELS = {f"{LABEL}{output.replace(' ', '-')}": number for number, output in enumerate(OUTPUTS)}
 HEAD_CHARS, TAIL_CHARS = 950, 350  # of a text that is longer, what is read
@@ -55,6 +55,7 @@ class Prediction(NamedTuple):
     contains_code: float
     beyond_trivial: float  # the work is more than trivial
     complex: float
+    small_talk: float  # no answer to it can be right or wrong: greetings, thanks and the like
     classes: tuple[float, ...]  # of each class in ``JUDGED`` where it has no code; their sum is 1
     language: str | None  # id of the likeliest programming language, if there is code; None where it is left open
     marks: tuple[str, ...]  # certain marks of code that were found
@@ -80,7 +81,7 @@ class Model:
         odds, language = self.read(line_of(text))
         if second:
             odds = [first + added for first, added in zip(odds, second, strict=True)]
-        has, asks, contains, more, most = [1 / (1 + exp(-max(-MOST, min(each, MOST)))) for each in odds[:CLASSES]]
+        has, asks, contains, more, most, talk = [1 / (1 + exp(-max(-MOST, min(each, MOST)))) for each in odds[:CLASSES]]
         highest = max(odds[CLASSES:])
         powers = [exp(each - highest) for each in odds[CLASSES:]]
         total = sum(powers)
@@ -90,7 +91,7 @@ class Model:
         for name, mark in MARKS.items():
             if mark in line:
                 marks += (name,)
-        return Prediction(has, asks, contains, more, most, classes, language if has >= _EVEN else None, marks)
+        return Prediction(has, asks, contains, more, most, talk, classes, language if has >= _EVEN else None, marks)
 
     def read(self, line: str, least: float = LEAST) -> tuple[list[float], str | None]:
         """Return the log-odds of each output for a line, and the likeliest programming language."""

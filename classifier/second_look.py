@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 
 from classifier.errors import WeightsError
-from classifier.model import OUTPUTS
+from classifier.model import OUTPUTS, SMALL_TALK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent
 MODEL, TOKENIZER = "second_look.onnx", "second_look_tokenizer.json"
 TOKENS = 128  # read at most
+# Its own outputs, in order. It was trained before small talk was told apart, and it is asked only where code is in doubt: to
+# the log-odds of small talk it adds 0.
+KNOWN_OUTPUTS = tuple(output for output in OUTPUTS if output != OUTPUTS[SMALL_TALK])
 WEIGHT = 0.5  # of its log-odds beside those of the first look: best on prompts left out of both trainings
 HEAD_CHARS, TAIL_CHARS = 330, 170  # of a text that is longer
 
@@ -34,13 +37,13 @@ class SecondLook:
         self._session, self._tokenizer = session, tokenizer
 
     def read(self, text: str) -> Sequence[float]:
-        """Return what it adds to the log-odds of each of ``OUTPUTS``. ``text``: any string."""
+        """Return what it adds to the log-odds of each of ``OUTPUTS``, 0 where it knows nothing. ``text``: any string."""
         import numpy as np  # noqa: PLC0415  onnxruntime brings it
 
         ids = np.array([self._tokenizer.encode(excerpt(text)).ids], np.int64)
         odds = self._session.run(None, {"input_ids": ids, "attention_mask": np.ones_like(ids)})[0][0]
-        found: list[float] = (WEIGHT * odds).tolist()
-        return found
+        known = dict(zip(KNOWN_OUTPUTS, (WEIGHT * odds).tolist(), strict=True))
+        return [known.get(output, 0.0) for output in OUTPUTS]
 
 
 def excerpt(text: str) -> str:
@@ -68,7 +71,7 @@ def load_second_look(folder: Path = FOLDER) -> SecondLook | None:
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
     except Exception as error:  # both raise bare ones
         raise WeightsError(f"cannot read the classifier's second look in {folder}: {error}") from error
-    if session.get_outputs()[0].shape[-1] != len(OUTPUTS):
+    if session.get_outputs()[0].shape[-1] != len(KNOWN_OUTPUTS):
         raise WeightsError(f"{folder / MODEL} has other outputs than this code: run scripts/train_second_look.py")
     tokenizer.enable_truncation(TOKENS)
     tokenizer.no_padding()

@@ -5,6 +5,15 @@ import os
 from importlib.metadata import entry_points
 
 
+def drop_empty() -> None:
+    """Remove OpenTelemetry's variables that are set and empty, which its specification equates with not set.
+
+    Its libraries do not do so for all of them: with an empty ``OTEL_PROPAGATORS`` they cannot be imported.
+    """
+    for name in [name for name, value in os.environ.items() if name.startswith("OTEL_") and not value]:
+        del os.environ[name]
+
+
 def leave_out_unknown(variable: str, group: str) -> None:
     """Leave out of a variable what is not installed: the import of OpenTelemetry, which reads it, would fail."""
     if given := os.environ.get(variable):
@@ -18,5 +27,6 @@ def leave_out_unknown(variable: str, group: str) -> None:
             )
 
 
+drop_empty()
 leave_out_unknown("OTEL_PROPAGATORS", "opentelemetry_propagator")
 leave_out_unknown("OTEL_PYTHON_CONTEXT", "opentelemetry_context")

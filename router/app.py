@@ -44,6 +44,7 @@ from router.lifecycle import ServerState
 from router.middleware.request import RequestMiddleware
 from router.monitoring.live import Live
 from router.monitoring.metrics import Metrics
+from router.monitoring.otlp import otlp_metrics
 from router.monitoring.page import Page
 from router.monitoring.status import Status
 from router.monitoring.usage import Labels, UsageEndpoint
@@ -82,7 +83,7 @@ class App:
     Without ``operations`` and ``reloads`` operators can do none of them. Without ``tls`` plain HTTP is served.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all that it wires
         self,
         settings: Settings,
         fleet: Fleet,
@@ -93,14 +94,21 @@ class App:
         keys: KeyStore,
         operations: Operations | None = None,
         reloads: Reloads | None = None,
+        transport: EngineTransport | None = None,
     ) -> None:
         self.state, self._keys, self._operations, self._reloads = ServerState(), keys, operations, reloads
         self.tls = Tls(settings.tls) if settings.tls.certificate is not None else None
-        self._about = {"version": version("qarr"), "model": model, "trace_url": settings.telemetry.trace_url}
+        self._about = {
+            "version": version("qarr"),
+            "model": model,
+            "notice": settings.server.notice,
+            "trace_url": settings.telemetry.trace_url,
+        }
         self._database = Database(settings.budgets.file)
         self._streams = ResumableStreams(settings.server)
-        policy = PolicyStore(settings.policy, fleet)
-        self._upstream = Upstream(fleet, EngineTransport(LEAST_REQUESTS), settings.upstream, telemetry, policy)
+        policy = PolicyStore(settings.policy, fleet, model)
+        self._transport = EngineTransport(ca=settings.tls.ca) if transport is None else transport
+        self._upstream = Upstream(fleet, self._transport.alike(LEAST_REQUESTS), settings.upstream, telemetry, policy)
         self._upstream.fit()
         fleet.on_members = self._upstream.fit
         self.pipeline = self._wire(settings, fleet, counter, telemetry, policy)
@@ -146,6 +154,7 @@ class App:
         self._samples = samples
         reservations = Reservations(ledger_of(settings, self._database), settings.budgets)
         attempts, max_tokens = settings.upstream.attempts, settings.limits.default_max_tokens
+        overflow = OverflowClient(settings.overflow, settings.upstream, telemetry, self._transport.alike())
         return Pipeline(
             fleet=fleet,
             counter=counter,
@@ -155,7 +164,7 @@ class App:
             charging=Charging(reservations, fleet, policy, settings.policy.prices),
             admission=Admission(fleet, policy, settings.admission),
             failover=Failover(fleet, policy, self._upstream, telemetry, attempts, max_tokens),
-            overflow=Overflow(OverflowClient(settings.overflow, settings.upstream, telemetry), decisions, telemetry),
+            overflow=Overflow(overflow, decisions, telemetry),
             registry=registry,
             decisions=decisions,
             telemetry=telemetry,
@@ -166,13 +175,20 @@ class App:
     def _observe(self) -> None:
         pipeline, tls = self.pipeline, self.tls
         self._metrics = Metrics(pipeline, self._evaluation, self._upstream.retries, self._about)
+        reservations = pipeline.charging.reservations
+        states = [part.redis for part in (pipeline.quotas, reservations, self._shared)]
+        redis = [state for state in states if state is not None]
+        if redis:
+            self._metrics.show_redis(redis, lambda: reservations.restored)
         if tls is not None:
             self._metrics.show_expiry(lambda: tls.expires)
         labels = Labels(self._keys)
         self._key_metrics = self._metrics.count_keys(self._usage, pipeline.charging, labels)
+        self._otlp = otlp_metrics(self._about["version"], self._metrics.collect)
         status = Status(
             pipeline,
             profiling=self._profiling, database=self._database, server_state=self.state, keys=self._keys, about=self._about,
+            redis=redis,
         )  # fmt: skip
         self._routes = [
             *self._live.routes(),
@@ -262,6 +278,8 @@ class App:
             "writing usage": self._usage.run,
             "the issuer's keys": self._keys.run,
         }
+        if self._otlp is not None:
+            work["sending metrics"] = self._otlp.run
         if self.tls is not None:
             work["watching the certificate"] = self.tls.watch
         tasks = [asyncio.create_task(lasting(each, name), name=name) for name, each in work.items()]
@@ -270,11 +288,15 @@ class App:
         pipeline.registry.tell()
         await end_tasks(tasks)
         for part in (
-            self._profiling, self._shared, pipeline.quotas, pipeline.charging.reservations, self._database,
-            self._upstream, pipeline.overflow.client,
+            self._profiling, self._shared, pipeline.quotas, pipeline.charging.reservations, self._upstream,
+            pipeline.overflow.client,
         ):  # fmt: skip
             await part.aclose()
         pipeline.registry.tell()  # also of requests that were cut off late
+        if self._otlp is not None:
+            await self._otlp.aclose()
+        await self._usage.aclose()
+        await self._database.aclose()
         for writer in (pipeline.decisions, self._samples):
             if writer is not None:
                 await asyncio.to_thread(writer.close)

@@ -16,9 +16,9 @@ from io import TextIOWrapper
 from logging.handlers import QueueListener, RotatingFileHandler
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
-from tiers.private_files import OWNER_ONLY, make_private_folder, open_private
+from tiers.private_files import OWNER_ONLY, ends_within_line, make_private_folder, open_private
 
 log = logging.getLogger(f"qarr.{__name__}")
 CALM_S = 10.0  # without a lost line, until a file counts as mended: a disk that is nearly full takes some lines
@@ -26,6 +26,15 @@ QUEUED_LINES = 4_000  # a request's is kept with its whole record, some 10 kB, u
 AT_ONCE = 100  # lines that are written together, at most
 GATHERED_S = 0.05  # lines wait for others this long: each waking of a thread takes the interpreter from the event loop
 LAST_LINES_S = 2.0  # longest time for writing what is queued at the end
+
+
+def begin_line(stream: TextIO) -> None:
+    """Have the next line begin on a line of its own, where a full disk cut off the last one.
+
+    The line's end is buffered: it is written together with the next line, or lost with it.
+    """
+    if ends_within_line(stream.fileno()):
+        stream.write("\n")
 
 
 class Losses(logging.Handler):
@@ -88,7 +97,9 @@ class PrivateFile(Losses, RotatingFileHandler):
     def _open(self) -> TextIOWrapper[Any]:
         make_private_folder(self._path.parent)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        return os.fdopen(open_private(str(self._path), flags), "a", encoding=self.encoding, errors=self.errors)
+        stream = os.fdopen(open_private(str(self._path), flags), "a", encoding=self.encoding, errors=self.errors)
+        begin_line(stream)
+        return stream
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802  the library's name
         """Tell whether a line would fill the file; open it again if its name is another file's or nobody's."""

@@ -1,11 +1,13 @@
 """Every setting of QARR, composed of the rooms' sections. The only reader of settings files and environment variables.
 
-Precedence, highest first: command line, environment (``QARR_SERVER__PORT=8081``), the TOML file, defaults.
+Precedence, highest first: command line, environment (``QARR_SERVER__PORT=8081``), the TOML file, defaults. A variable that
+is set and empty counts as not set: Compose's ``${NAME:-}`` and env files make such variables.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import tomllib
@@ -43,7 +45,13 @@ from router.telemetry.settings import TelemetrySettings
 from router.upstream.settings import OverflowSettings, UpstreamSettings
 from tiers.spec import OVERFLOW, TierName
 
+log = logging.getLogger(f"qarr.{__name__}")
 PREFIX = "QARR_"
+# Settings that are gone, and what takes their place. A variable that is left over from an older release stops no start.
+GONE = {
+    "engine.canary_min_agreement": "engine.check_tolerance says how far a sound engine may be from what it should answer",
+    "engine.warmup_expected": "engines are judged by likelihoods, not by a word",
+}
 PLAIN_VARIABLES = {"QARR_CONFIG", "QARR_CACHE_DIR", "QARR_KEY", "QARR_URL"}  # with the prefix, but no settings
 # What Kubernetes sets in pods for a Service that is named qarr or qarr-something, as NAME=VALUE.
 _SERVICE_LINK = re.compile(
@@ -53,6 +61,12 @@ _SERVICE_LINK = re.compile(
 _SECRET = re.compile(
     r"state\.redis_url|(engine|overflow)\.api_key|tiers\.[^.]+(\.env(\..*)?)?"
 )  # never shown, not even in an error
+_LIST_NEEDED = 'a list is needed; an environment variable holds it as JSON, as in ["a", "b"]'
+_TABLE_NEEDED = 'a table is needed; an environment variable holds it as JSON, as in {"a": 1}'
+_NEEDED = {
+    "tuple_type": _LIST_NEEDED, "list_type": _LIST_NEEDED, "frozen_set_type": _LIST_NEEDED,
+    "dict_type": _TABLE_NEEDED, "mapping_type": _TABLE_NEEDED, "model_type": _TABLE_NEEDED,
+}  # fmt: skip
 _PASSWORD = re.compile(r"//[^/\s]*@")
 
 
@@ -110,6 +124,16 @@ class Settings(Section):
         return self
 
 
+class _Variables(EnvSettingsSource):
+    """Reads the environment. Text where JSON is needed stays text, so that the check of its setting refuses it by name."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        try:
+            return super().decode_complex_value(field_name, field, value)
+        except ValueError:
+            return value
+
+
 def load_settings(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Settings:
     """Read the settings: a TOML file (None: that of ``QARR_CONFIG``, if set), the environment, the command line.
 
@@ -118,12 +142,24 @@ def load_settings(path: Path | None = None, overrides: dict[str, Any] | None = N
     """
     _check_variables()
     named = path or os.environ.get("QARR_CONFIG")
-    variables = EnvSettingsSource(cast("type[BaseSettings]", Settings), env_prefix=PREFIX, env_nested_delimiter="__")
-    values = _overlay(_read_toml(Path(named)) if named else {}, variables())
+    variables = _Variables(
+        cast("type[BaseSettings]", Settings), env_prefix=PREFIX, env_nested_delimiter="__", env_ignore_empty=True
+    )
+    values = _overlay(_read_toml(Path(named)) if named else {}, _without_gone(variables()))
     try:
         return Settings.model_validate(_overlay(values, overrides or {}))
     except ValidationError as error:
         raise SettingsError("\n".join(_explain(e) for e in error.errors(include_url=False))) from error
+
+
+def _without_gone(values: dict[str, Any]) -> dict[str, Any]:
+    """Return what variables set, without settings that are gone."""
+    kept = dict(values)
+    for name in GONE:
+        section, _, key = name.partition(".")
+        if isinstance(kept.get(section), dict):
+            kept[section] = {other: value for other, value in kept[section].items() if other != key}
+    return kept
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -149,7 +185,7 @@ def _explain(error: Any) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return f"{key}: there is no such setting ('qarr settings' lists all, the changelog those that are gone)"
-    text = error["msg"].removeprefix("Value error, ")
+    text = _NEEDED.get(error["type"]) or error["msg"].removeprefix("Value error, ")
     if _SECRET.fullmatch(key) or isinstance(error["input"], dict):
         return f"{key}: {text}"
     return f"{key}: {text} (got {_PASSWORD.sub('//***@', repr(error['input']))})"
@@ -158,9 +194,14 @@ def _explain(error: Any) -> str:
 def _check_variables() -> None:
     """Check that every environment variable with our prefix sets something: a typo must not be silent."""
     for name, value in os.environ.items():
-        if not name.startswith(PREFIX) or name in PLAIN_VARIABLES or _SERVICE_LINK.fullmatch(f"{name}={value}"):
+        if not value or not name.startswith(PREFIX) or name in PLAIN_VARIABLES:
+            continue
+        if _SERVICE_LINK.fullmatch(f"{name}={value}"):
             continue
         parts = name.removeprefix(PREFIX).lower().split("__")
+        if ".".join(parts) in GONE:
+            log.warning("environment variable %s is ignored, that setting is gone: %s", name, GONE[".".join(parts)])
+            continue
         if not _known(Settings, parts):
             raise SettingsError(
                 f"environment variable {name}: there is no setting {'.'.join(parts)} "

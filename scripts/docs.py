@@ -1,32 +1,25 @@
-"""Write the generated documentation: settings.md, its schema, cli.md, and figures in README, routing.md, planning.md.
+"""Write the generated documentation: settings.md, its schema, cli.md, the plan in planning.md, and the page of runbooks.
 
 usage: .venv/bin/python scripts/docs.py
+
+Figures from result files are written by scripts/figures.py.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import textwrap
 from pathlib import Path
-from typing import Any
 
+from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
 from router.cli.main import make_app
 from router.cli.show_settings import rows
 from router.settings import Settings
-from tiers.sizing.verdict import NAMES
-from tiers.spec import PRECISIONS, TierName
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-README = "../README.md"
-RESULTS = DOCS / "../benchmarks/results"
-FIGURES = RESULTS / "side_by_side.json"
-COST = re.compile(r"^- \*\*Cost\.\*\*.*?\n(?=- |\n)", re.MULTILINE | re.DOTALL)  # README's paragraph
-PAYS = re.compile(r"^\| USD a million.*?\n(?!\|)", re.MULTILINE | re.DOTALL)  # README's table of fleets
 PLAN = re.compile(r"^```text\n\$ qarr (plan .*)\n(?:.*\n)*?```\n", re.MULTILINE)  # of planning.md
-TABLE = re.compile(r"^```text\n.*?^```\n", re.MULTILINE | re.DOTALL)  # of routing.md
 HELP_TITLE = re.compile(r"^╭─ (\w+) ─+╮$")
 TYPE = re.compile(r" <(?:bool|str|int|float)> ")  # says nothing that the text does not say
 COMMANDS = (
@@ -45,7 +38,7 @@ COMMANDS = (
     ("doctor",),
     ("health",),
     ("keys",),
-    *(("keys", name) for name in ("add", "list", "revoke")),
+    *(("keys", name) for name in ("add", "list", "revoke", "off", "on")),
     ("profile",),
     ("profile", "quality"),
     ("profile", "latency"),
@@ -59,12 +52,27 @@ SETTINGS_HEAD = """# Settings
 `$XDG_RUNTIME_DIR/qarr`, or `<cache>/run` if that is not set; `<project>` is the checkout. For a user without a home
 folder `<cache>` takes its place.
 
-A TOML file (`--config` or `QARR_CONFIG`) or the environment sets them, as in `QARR_SERVER__PORT=8081`. The command line
-takes precedence over the environment, the environment over the file. A tier of another name, such as `[tiers.int8]`,
-has the same settings ([install.md](install.md#more-tiers-and-fewer)).
+A TOML file (`--config` or `QARR_CONFIG`) or the environment sets them, as in `QARR_SERVER__PORT=8081`; lists and tables
+are JSON there, as in `QARR_TIERS__FAST__URLS='["http://10.0.0.5:8000"]'`. The command line takes precedence over the
+environment, the environment over the file. A variable that is set and empty counts as not set. A tier of another name,
+such as `[tiers.int8]`, has the same settings ([install.md](install.md#more-tiers-and-fewer)).
 
 A running router takes over what *reloads* on `qarr reload` or SIGHUP
 ([operations.md](operations.md#changing-settings-while-the-router-runs)); the rest needs a restart.
+"""
+RUNBOOKS_PAGE = "../deploy/prometheus/consoles/runbooks.html"  # served by Prometheus, as a template
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>QARR runbooks</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 50rem; margin: 2rem auto; padding: 0 1rem; }}
+pre {{ overflow: auto; padding: .6rem .8rem; border: 1px solid #8885; border-radius: 6px; }}
+h2:target {{ outline: 3px solid #d80; outline-offset: 4px; }}
+</style>
+{body}</html>
 """
 PLAIN = {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
 
@@ -79,29 +87,10 @@ def render() -> dict[str, str]:
     return {
         "settings.md": f"{SETTINGS_HEAD}\n{settings()}\n",
         "settings.schema.json": portable + "\n",
-        README: PAYS.sub(lambda _: pays(), COST.sub(lambda _: cost(), (DOCS / README).read_text("utf-8"))),
-        "routing.md": TABLE.sub(lambda _: predictions(), (DOCS / "routing.md").read_text("utf-8"), count=1),
         "planning.md": PLAN.sub(lambda found: planned(found[1]), (DOCS / "planning.md").read_text("utf-8")),
+        RUNBOOKS_PAGE: runbooks((DOCS / "runbooks.md").read_text("utf-8")),
         "cli.md": "# The command\n\n" + "\n".join(_help(command) for command in COMMANDS),
     }
-
-
-def pays() -> str:
-    """Return README's table of what planned fleets cost beside the best of one precision."""
-    lines = ["| USD a million tokens, answers lost of 100, TTFT p95 | one precision | planned |", "| --- | --- | --- |"]
-    for name, found in json.loads((RESULTS / "plans.json").read_text("utf-8")).items():
-        if "planned" in found:
-            planned, single = found["planned"], found["single"]
-            same = single is not None and single["engines"] == planned["engines"]
-            best = "none keeps the budget" if single is None else _outcome(single, found["currency"])
-            lines.append(f"| {name} | {best} | {'the same' if same else _outcome(planned, found['currency'])} |")
-    return "\n".join(lines) + "\n"
-
-
-def _outcome(row: dict[str, Any], currency: str | None) -> str:
-    names = "+".join(NAMES[PRECISIONS[TierName(tier)]] for tier in re.findall("fast|balanced|precise", row["engines"]))
-    price = f"{row['price']:.0f} machines" if currency is None else f"{row['per_million']:.2f}"
-    return f"{names}: {price}, {100 * row['lost']:.2g}, {row['ttft_p95']:,.0f} ms"
 
 
 def settings() -> str:
@@ -110,34 +99,23 @@ def settings() -> str:
     return "\n".join(["| setting | default | reloads | meaning |", "| --- | --- | --- | --- |", *lines])
 
 
-def cost() -> str:
-    """Return README's paragraph on what the router costs, from the benchmarks' figures."""
-    costs = json.loads(FIGURES.read_text("utf-8"))["rows"]
-    ours = [costs[load]["QARR /v1/chat/completions"] for load in ("non-streaming", "saturated", "paced")]
-    rates, ratios = [f"{1e6 / row['cpu_us']:,.0f}" for row in ours], [row["ratio"] for row in ours]
-    text = (
-        f"- **Cost.** One core is full at {rates[0]} whole answers a second, {rates[1]} streams of 64 tokens, or {rates[2]} "
-        f"at 5 ms a token: {min(ratios):.1f} to {max(ratios):.1f} times the CPU time of vllm-router, which neither "
-        "classifies nor predicts ([side by side](benchmarks/results/side_by_side.txt))."
-    )
-    return textwrap.fill(text, 115, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False) + "\n"
-
-
-def predictions() -> str:
-    """Return the errors of predictions as they were printed where the router chooses the tiers."""
-    run = (RESULTS / "predictions.txt").read_text("utf-8").split("$ ")[-1]
-    command, _, printed = run.partition("\n")
-    rows = printed[printed.index("round 1: ") :].partition("\n\n")[0].splitlines()
-    shown = [row for row in rows[1:] if row.startswith((" ", "all", "fast", "precise", "burst"))]
-    return "```text\n" + "\n".join([f"$ {command}", *shown]) + "\n```\n"
-
-
 def planned(command: str) -> str:
     """Return a plan as it is printed in the checkout's folder."""
     args = [str(DOCS.parent / arg) if arg.endswith(".json") else arg for arg in command.split()]
     result = CliRunner().invoke(make_app(), args, env=PLAIN, prog_name="qarr", catch_exceptions=False)
     lines = [line.rstrip().replace(f"{DOCS.parent}/", "") for line in result.output.strip().splitlines()]
     return f"```text\n$ qarr {command}\n" + "\n".join(lines) + "\n```\n"
+
+
+def runbooks(text: str) -> str:
+    """Return the runbooks as a page that Prometheus serves beside its alerts; other documents are named, not linked."""
+    text = re.sub(r"\[([^\]]+)\]\((\w+\.md)(?:#[^)]*)?\)", r"\1 (docs/\2)", text)
+    body = re.sub(
+        r"<h2>(\w+)</h2>", lambda found: f'<h2 id="{found[1].lower()}">{found[1]}</h2>', MarkdownIt().render(text)
+    )
+    if "{{" in body:
+        raise SystemExit("docs/runbooks.md has {{, which Prometheus would take for a template")
+    return PAGE.format(body=body)
 
 
 def _help(command: tuple[str, ...]) -> str:

@@ -1,9 +1,10 @@
-"""Make the pictures of the page in docs/images, of a router in front of fake engines under made-up load.
+"""Make the pictures of the page in docs/images.
 
 usage: .venv/bin/python scripts/screenshots.py [NAME...]
 
-Needs Chromium (scripts/setup services). A name makes one picture alone: page-light, page-dark, trace, prompt, phone, loss,
-first-start.
+page-light, page-dark, prompt and phone show `qarr demo` a minute after its start: README has the first two. trace, loss and
+first-start show what the demo does not have, on fake engines: a failure, measured losses, a checkpoint that is being made.
+A name makes one picture alone. Needs Chromium (scripts/setup services).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import contextlib
 import os
 import random
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -26,18 +28,31 @@ sys.path.insert(0, str(PROJECT))
 from tests.browser.chromium import launched  # noqa: E402
 from tests.browser.made_up import ANSWER, FAST, SPEEDS, measured  # noqa: E402
 from tests.fakes.engine import Behaviour  # noqa: E402
+from tests.ports import reserved_ports  # noqa: E402
 from tests.unit.first_up import first_up  # noqa: E402
+from tests.unit.own_router import QARR  # noqa: E402
 from tests.unit.router_stack import Stack, router_stack  # noqa: E402
-from tiers.spec import STANDARD_TIERS  # noqa: E402
+from tiers.spec import PRECISIONS, STANDARD_TIERS  # noqa: E402
 
 if TYPE_CHECKING:
-    from playwright.async_api import Browser
+    from collections.abc import AsyncIterator
+
+    from playwright.async_api import Browser, Locator, Page
 
 IMAGES = PROJECT / "docs/images"
 SEED = 7
 REQUESTS_PER_S = 2.6
 WITH_SLA, WITH_HINT = 0.45, 0.08  # shares of requests
 BUSY_S = 40.0  # until the plots over time have something to show
+DEMO_BUSY_S = 60.0  # what a person sees after a minute
+DEMO_START_S = 60.0
+DEMO_END_S = 30.0
+OF_DEMO = ("page-light", "page-dark", "prompt", "phone")
+OF_FAKES = ("trace", "loss")
+MADE_UP = {
+    "server": {"notice": "Fake engines, made-up load: the picture shows what the page does."},
+    "tiers": {tier: {"precision": precision} for tier, precision in PRECISIONS.items()},
+}
 WIDE, PHONE = ViewportSize(width=1440, height=900), ViewportSize(width=390, height=844)
 PROMPTS = (
     "What is the capital of France?",
@@ -94,39 +109,79 @@ async def fail_once(stack: Stack) -> str:
     return str(answer.headers["x-request-id"])
 
 
-async def shots(browser: Browser, stack: Stack, wanted: list[str]) -> None:
-    """Take the pictures that are wanted, of all."""
-    for name, (scheme, viewport) in {
-        "page-light": ("light", WIDE),
-        "page-dark": ("dark", WIDE),
-        "trace": ("light", WIDE),
-        "prompt": ("light", WIDE),
-        "phone": ("light", PHONE),
-        "loss": ("light", WIDE),
-    }.items():
-        if wanted and name not in wanted:
-            continue
-        context = await browser.new_context(viewport=viewport, color_scheme=scheme)
-        page = await context.new_page()
-        await page.goto(stack.url)
-        await page.get_by_text("● live").wait_for()
-        if name in {"page-light", "page-dark", "loss"}:
-            await asyncio.sleep(BUSY_S)
-        elif name == "trace":
-            failed = await fail_once(stack)
-            await page.locator(f'tr[data-request="{failed}"]').get_by_role("button").press("Enter")
-            await page.locator(".waterfall li").first.wait_for()
-        else:
+@contextlib.asynccontextmanager
+async def demo() -> AsyncIterator[str]:
+    """Run ``qarr demo`` as a person does, with its own load; yield its address when all tiers are ready."""
+    (port,) = reserved_ports()
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "QARR_CACHE_DIR": folder, "XDG_RUNTIME_DIR": folder}
+        argv = [QARR, "demo", "--port", str(port)]
+        process = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.PIPE, env=env)
+        try:
+            assert process.stderr is not None
+            async with asyncio.timeout(DEMO_START_S):
+                while b"all tiers ready" not in (line := await process.stderr.readline()):
+                    assert line, "qarr demo ended: run it to see why"
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.send_signal(signal.SIGINT)
+            await asyncio.wait_for(process.communicate(), DEMO_END_S)
+
+
+@contextlib.asynccontextmanager
+async def opened(browser: Browser, url: str, name: str) -> AsyncIterator[Page]:
+    """Open the page as a picture wants it."""
+    scheme = "dark" if name == "page-dark" else "light"
+    viewport = PHONE if name == "phone" else WIDE
+    context = await browser.new_context(viewport=viewport, color_scheme=scheme)
+    page = await context.new_page()
+    await page.goto(url)
+    await page.get_by_text("● live").wait_for()
+    yield page
+    await context.close()
+
+
+async def keep(shown: Page | Locator, name: str) -> None:
+    """Write a picture."""
+    path = IMAGES / f"{name}.png"
+    await shown.screenshot(path=path, animations="disabled")  # bars have their final lengths
+    print(f"docs/images/{name}.png: {path.stat().st_size // 1024} kB")
+
+
+def panel(page: Page, part: str) -> Locator:
+    """Return the panel around a part of the page."""
+    return page.locator("section", has=page.locator(part))
+
+
+async def demo_shots(browser: Browser, names: list[str]) -> None:
+    """Take the pictures of ``qarr demo``: the pages are open from its start, so that their plots are full."""
+    async with demo() as url, contextlib.AsyncExitStack() as stack:
+        pages = {name: await stack.enter_async_context(opened(browser, url, name)) for name in names}
+        await asyncio.sleep(DEMO_BUSY_S)
+        for name, page in pages.items():
+            if name not in {"prompt", "phone"}:
+                await keep(page, name)
+                continue
             await page.get_by_label("Prompt", exact=True).fill(PROMPTS[3])
             await page.locator("#decision .verdicts").wait_for()
             await page.get_by_role("button", name="Send").click()
             await page.get_by_text("first token here").wait_for()
             await page.locator("#ask").evaluate("node => node.closest('section').scrollIntoView({block: 'start'})")
-        part = {"prompt": "#ask", "loss": "#quality"}.get(name)
-        shown = page if part is None else page.locator("section", has=page.locator(part))
-        await shown.screenshot(path=IMAGES / f"{name}.png")
-        print(f"docs/images/{name}.png: {(IMAGES / f'{name}.png').stat().st_size // 1024} kB")
-        await context.close()
+            await keep(page if name == "phone" else panel(page, "#ask"), name)
+
+
+async def fake_shots(browser: Browser, stack: Stack, names: list[str]) -> None:
+    """Take the pictures of what the demo does not have."""
+    for name in names:
+        async with opened(browser, stack.url, name) as page:
+            if name == "loss":
+                await asyncio.sleep(BUSY_S)
+                await keep(panel(page, "#quality"), name)
+                continue
+            failed = await fail_once(stack)
+            await page.locator(f'tr[data-request="{failed}"]').get_by_role("button").press("Enter")
+            await page.locator(".waterfall li").first.wait_for()
+            await keep(page, name)
 
 
 async def first_start(browser: Browser, folder: Path) -> None:
@@ -149,29 +204,37 @@ async def first_start(browser: Browser, folder: Path) -> None:
 
 
 async def main(wanted: list[str]) -> None:
-    """Run a router under load, and a browser that looks at it."""
+    """Take the pictures that are wanted; without a name, all."""
     IMAGES.mkdir(parents=True, exist_ok=True)
-    behaviours = {t: Behaviour(answer=ANSWER, delay_s=SPEEDS[t][1], first_delay_s=SPEEDS[t][0]) for t in STANDARD_TIERS}
-    if not wanted or "first-start" in wanted:
-        with tempfile.TemporaryDirectory() as folder:
-            async with async_playwright() as tool:
-                browser = await launched(tool)
+    every = (*OF_DEMO, *OF_FAKES, "first-start")
+    if strange := [name for name in wanted if name not in every]:
+        raise SystemExit(f"{', '.join(strange)}: there are {', '.join(every)}")
+    names = wanted or list(every)
+    with tempfile.TemporaryDirectory() as folder:
+        async with async_playwright() as tool:
+            browser = await launched(tool)
+            if "first-start" in names:
                 await first_start(browser, Path(folder))
-                await browser.close()
-    if wanted == ["first-start"]:
-        return
+            if of_demo := [name for name in OF_DEMO if name in names]:
+                await demo_shots(browser, of_demo)
+            if of_fakes := [name for name in OF_FAKES if name in names]:
+                await busy_fakes(browser, of_fakes)
+            await browser.close()
+
+
+async def busy_fakes(browser: Browser, names: list[str]) -> None:
+    """Run a router under load in front of fake engines, and take its pictures."""
+    behaviours = {t: Behaviour(answer=ANSWER, delay_s=SPEEDS[t][1], first_delay_s=SPEEDS[t][0]) for t in STANDARD_TIERS}
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(XDG_CONFIG_HOME=folder, QARR_POLICY__PROFILES=folder)
-        async with router_stack(Path(folder), **behaviours) as stack, async_playwright() as tool:
-            browser = await launched(tool)
+        async with router_stack(Path(folder), MADE_UP, model="no model", **behaviours) as stack:
             await measured(stack, Path(folder))
             enough = asyncio.Event()
             loading = asyncio.create_task(load(stack, enough))
             await asyncio.sleep(BUSY_S / 3)
-            await shots(browser, stack, wanted)
+            await fake_shots(browser, stack, names)
             enough.set()
             await loading
-            await browser.close()
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@
 
 ``scripts/setup classifier`` makes that environment: fastText with training needs NumPy 1. A place is a folder or a file of
 JSON lines, packed or not, with these fields: ``text``, ``contains_code``, ``asks_for_code``, ``language``, ``class``,
-``source``, and where they are known ``complexity``, ``domain`` and ``nl`` (the language that it is written in). Prompts
-whose source starts with ``written`` are the users' kind and count ``REPEATS`` times; of each other source there are ``CAP``
-at most.
+``source``, and where they are known ``complexity``, ``domain`` and ``nl`` (the language that it is written in). Written
+prompts to which no answer can be right or wrong have ``small_talk``, which is true, and a class of ``JUDGED`` all the same.
+Prompts whose source starts with ``written`` are the users' kind and count ``REPEATS`` times; of each other source there are
+``CAP`` at most.
 
 ``--left-out`` writes nothing: it leaves whole batches (sources), domains or languages of written prompts out, a part at a
 time, and prints how good what is trained without them is on them: mean and standard deviation over the parts. Probabilities
@@ -34,6 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import fasttext
 
 from classifier.features import BEYOND_TRIVIAL as ENOUGH
+from classifier.features import SMALL_TALK as SMALL_TALK_ENOUGH
+from classifier.features import words_of
 from classifier.kinds import JUDGED, Complexity, PromptClass
 from classifier.model import (
     ABOUT_FILE,
@@ -46,6 +49,7 @@ from classifier.model import (
     LABELS,
     LANGUAGE,
     OUTPUTS,
+    SMALL_TALK,
     WEIGHTS_FILE,
     Model,
     digest,
@@ -60,7 +64,12 @@ Prompt = dict[str, Any]
 CAP, FOREIGN_CAP = 150, 20  # prompts of a source that nobody wrote, and of one in one language other than English
 REPEATS = 5  # of a written prompt, and of one that says nothing
 ALIKE_TIMES = 2  # as often again: a prompt without code that looks like one with it
+# As often again: small talk, and written prompts beside it that are none. They are few, and their words are everywhere.
+SMALL_TALK_TIMES = 2
+SMALL_TALK_DOMAIN = "smalltalk"
 NONSENSE = 1500  # made-up texts that say nothing
+COMPARED = 2000  # prompts, on which a model in eight bits is compared with the one before
+MOST_TURNED = 0.01  # of them, for which a yes or no about code may turn around: 0.2 to 0.5 % are usual
 FOLDS = 5  # of batches, domains and languages
 FAST = {"loss": "ova", "dim": 16, "epoch": 6, "lr": 0.15, "wordNgrams": 2, "minn": 3, "maxn": 4, "bucket": 300_000}
 SMALLEST = 1e-9  # step of a fit
@@ -70,7 +79,10 @@ ALIASES = {
     "ladder logic": "ladder", "apache": "apacheconf", "plsql": "sql", "psql": "sql", "mysql": "sql", "elisp": "lisp",
     "vue-html": "html", "spl": "splunk", "cron": "bash",
 }  # fmt: skip
-THRESHOLDS = {BEYOND_TRIVIAL: math.log(ENOUGH / (1 - ENOUGH))}  # log-odds from which an output holds; 0 of the others
+THRESHOLDS = {
+    BEYOND_TRIVIAL: math.log(ENOUGH / (1 - ENOUGH)),
+    SMALL_TALK: math.log(SMALL_TALK_ENOUGH / (1 - SMALL_TALK_ENOUGH)),
+}  # log-odds from which an output holds; 0 of the others
 NAMES = {number: label for label, number in LABELS.items()}
 
 
@@ -173,12 +185,15 @@ def label(prompts: Sequence[Prompt]) -> list[list[str]]:
     """Return fastText's labels of each prompt; a complexity that is not known is filled in by those that are."""
     names = [ALIASES.get(name := (prompt["language"] or "").split("#")[0], name) for prompt in prompts]
     often = Counter(names)
+    small_talk = {words_of(prompt["text"]) for prompt in prompts if prompt.get("small_talk")} - {""}
     labels = []
     for prompt, name in zip(prompts, names, strict=True):
         contains, asks = bool(prompt["contains_code"]), bool(prompt["asks_for_code"])
         outputs = [output for output, holds in ((HAS, contains or asks), (ASKS, asks), (CONTAINS, contains)) if holds]
         if not outputs and prompt["class"] in JUDGED:
             outputs.append(CLASSES + JUDGED.index(PromptClass(prompt["class"])))
+        if is_small_talk(prompt, small_talk):
+            outputs.append(SMALL_TALK)
         mine = [NAMES[output] for output in outputs]
         if outputs[:1] == [HAS] and name and often[name] >= LEAST_OF_LANGUAGE:
             mine.append(LANGUAGE + name.replace(" ", "-"))
@@ -196,6 +211,13 @@ def knows_complexity(prompt: Prompt) -> bool:
     return written(prompt) and bool(prompt.get("complexity"))
 
 
+def is_small_talk(prompt: Prompt, small_talk: set[str]) -> bool:
+    """Tell whether a prompt is small talk: a written one says so, another has the same words as one that does."""
+    if written(prompt) or has_code(prompt):
+        return bool(prompt.get("small_talk"))
+    return words_of(prompt["text"]) in small_talk
+
+
 def degrees(complexity: str | None) -> list[str]:
     """Return the labels of a complexity."""
     degree = 0 if complexity is None else list(Complexity).index(Complexity(complexity))
@@ -207,17 +229,49 @@ def fit(prompts: Sequence[Prompt], labels: Sequence[Sequence[str]], output: Path
     lines = []
     for prompt, mine in zip(prompts, labels, strict=True):
         line = " ".join([*(mine or ["__label__none"]), line_of(prompt["text"])])
-        times = REPEATS if written(prompt) or prompt["class"] == "unknown" else 1
-        lines += [line] * times * (ALIKE_TIMES if prompt.get("pair") and NAMES[HAS] not in mine else 1)
+        lines += [line] * times_of(prompt)
     random.Random(0).shuffle(lines)
     with TemporaryDirectory() as folder:
         file = Path(folder) / "prompts.txt"
         file.write_text("\n".join(lines) + "\n", "utf-8")
         model = fasttext.train_supervised(str(file), thread=1, seed=0, verbose=0, **FAST)
-        if output is not None:
-            model.quantize(qnorm=True, thread=1, verbose=0)
-            model.save_model(str(output))
+    if output is not None:
+        compress(model, [line_of(prompt["text"]) for prompt in prompts[:: len(prompts) // COMPARED + 1]])
+        model.save_model(str(output))
     return model
+
+
+def compress(model: Any, lines: Sequence[str]) -> None:
+    """Store a model's vectors in eight bits.
+
+    The vector that stands for the end of a line is far longer than all others, and part of each text. With some data the
+    rounding hits it, and everything counts as complex code; what was measured before then says nothing of what is written.
+    """
+    before = [uncalibrated(model).read(line)[0] for line in lines]
+    model.quantize(qnorm=True, thread=1, verbose=0)
+    after = [uncalibrated(model).read(line)[0] for line in lines]
+    for output in (HAS, ASKS, CONTAINS):
+        turned = fmean((new[output] >= 0) is not (old[output] >= 0) for old, new in zip(before, after, strict=True))
+        if turned > MOST_TURNED:
+            sys.exit(
+                f"eight bits turn {OUTPUTS[output]!r} around for {turned:.1%} of prompts, more than {MOST_TURNED:.0%}: "
+                "nothing was written; change REPEATS or SMALL_TALK_TIMES a little, and train again"
+            )
+
+
+def times_of(prompt: Prompt) -> int:
+    """Return how often a prompt counts."""
+    times = REPEATS if written(prompt) or prompt["class"] == PromptClass.UNKNOWN else 1
+    if prompt.get("pair") and not has_code(prompt):
+        times *= ALIKE_TIMES
+    if prompt.get("small_talk") or (prompt.get("domain") == SMALL_TALK_DOMAIN and written(prompt)):
+        times *= SMALL_TALK_TIMES
+    return times
+
+
+def has_code(prompt: Prompt) -> bool:
+    """Tell whether a prompt holds or asks for code."""
+    return bool(prompt["contains_code"] or prompt["asks_for_code"])
 
 
 def uncalibrated(model: Any) -> Model:
@@ -335,6 +389,8 @@ def measure(
     prose = [row for row in rows if not holds(HAS)(row)]
     alike = [row for row in prose if prompts[row].get("pair")]
     foreign = [row for row in rows if (prompts[row].get("nl") or "en") != "en"]
+    talk = [row for row in prose if holds(SMALL_TALK)(row)]
+    called_talk = [row for row in rows if found(SMALL_TALK)(row) and not found(HAS)(row)]
     judged = [row for row in prose if any(holds(CLASSES + k)(row) for k in range(len(JUDGED)))]
     likeliest = {row: CLASSES + max(range(len(JUDGED)), key=lambda k: scores[row][CLASSES + k]) for row in judged}
     there = [output for output in range(CLASSES, len(OUTPUTS)) if any(map(holds(output), judged))]
@@ -346,6 +402,8 @@ def measure(
         "look-alikes called code": 1 - share(HAS, False, alike),
         "trivial prose found": share(BEYOND_TRIVIAL, False, [row for row in prose if not holds(BEYOND_TRIVIAL)(row)]),
         "complex found": share(COMPLEX, True, [row for row in rows if holds(COMPLEX)(row)]),
+        "small talk, precision": fmean(map(holds(SMALL_TALK), called_talk)) if called_talk else math.nan,
+        "small talk, recall": len(set(called_talk).intersection(talk)) / len(talk) if talk else math.nan,
         "F1 of classes, mean": fmean(of_classes) if of_classes else math.nan,
         "calibration error of has code": calibration_error([(scores[row][HAS], holds(HAS)(row)) for row in rows]),
     }

@@ -27,15 +27,15 @@ from torch.nn.functional import binary_cross_entropy_with_logits as cross_entrop
 from transformers import AutoModel, AutoTokenizer
 
 from classifier.kinds import JUDGED, Complexity, PromptClass
-from classifier.model import ASKS, BEYOND_TRIVIAL, COMPLEX, CONTAINS, HAS, OUTPUTS
-from classifier.second_look import FOLDER, MODEL, TOKENIZER, TOKENS, excerpt
+from classifier.model import ASKS, BEYOND_TRIVIAL, COMPLEX, CONTAINS, HAS
+from classifier.second_look import FOLDER, KNOWN_OUTPUTS, MODEL, TOKENIZER, TOKENS, excerpt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     Prompt = dict[str, Any]
 
-CLASSES = COMPLEX + 1  # where the classes' outputs start
+CLASSES = COMPLEX + 1  # where the classes' outputs start in ``KNOWN_OUTPUTS``
 EPOCHS, BATCH, WARM_STEPS = 2, 32, 60
 ENCODER_RATE, HEAD_RATE = 8e-5, 1e-3
 REPORT_STEPS = 100
@@ -47,7 +47,7 @@ class Net(torch.nn.Module):
     def __init__(self, encoder: Any) -> None:
         super().__init__()
         self.encoder = encoder
-        self.head = torch.nn.Linear(encoder.config.hidden_size, len(OUTPUTS))
+        self.head = torch.nn.Linear(encoder.config.hidden_size, len(KNOWN_OUTPUTS))
 
     def forward(self, input_ids: Any, attention_mask: Any) -> Any:
         """Return log-odds of the outputs, one row a prompt."""
@@ -81,7 +81,7 @@ def main() -> None:
 
 def targets(prompt: Prompt) -> tuple[list[float], list[float]]:
     """Return each output's label, and whether it is known."""
-    truth, known = [0.0] * len(OUTPUTS), [0.0] * len(OUTPUTS)
+    truth, known = [0.0] * len(KNOWN_OUTPUTS), [0.0] * len(KNOWN_OUTPUTS)
     contains, asks = bool(prompt["contains_code"]), bool(prompt["asks_for_code"])
     for output, label in ((HAS, contains or asks), (ASKS, asks), (CONTAINS, contains)):
         truth[output], known[output] = float(label), 1.0
@@ -146,7 +146,7 @@ def report(net: Net, tokenizer: Any, prompts: Sequence[Prompt]) -> None:
         rows = known[:, output]
         found, right = odds[rows, output] >= 0, truth[rows, output]
         f1 = 2 * (found & right).sum() / max(found.sum() + right.sum(), 1)
-        print(f"F1 {OUTPUTS[output]}: {f1:.3f}, {rows.sum()} prompts")
+        print(f"F1 {KNOWN_OUTPUTS[output]}: {f1:.3f}, {rows.sum()} prompts")
 
 
 def write(net: Net, tokenizer: Any, folder: Path) -> None:

@@ -11,13 +11,15 @@ TierError
 │   │   └── EngineHungError     it computes nothing any more
 │   ├── EngineSlowError         it runs elsewhere, and has been too slow for too long
 │   └── WarmupFailedError       its answers are not sane text
-│       └── CanaryRefusedError  its answers or its speed are not those of its checkpoint before
+│       └── CanaryRefusedError  its log-probabilities or its speed are not those of its checkpoint
 ├── OperationError         an operator's request cannot be carried out
 │   ├── UnknownReplicaError     there is no such replica
 │   └── NotPossibleError        not on this replica, or not now
 ├── DiscoveryError         a file or a DNS name does not tell engines
+├── TrustError             a file of trusted authorities cannot be used
 └── ProbeError             an engine did not answer a probe as vLLM does
-    └── RefusedError       it refused the request with HTTP 400
+    ├── RefusedError       it refused the request with HTTP 400
+    └── NoScoresError      its answers have no log-probabilities
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ class WarmupFailedError(EngineError):
 
 
 class CanaryRefusedError(WarmupFailedError):
-    """The engine's answers differ from its checkpoint's earlier ones, or it is much slower."""
+    """The engine computes something else than its checkpoint says, or is much slower."""
 
 
 class OperationError(TierError):
@@ -95,9 +97,17 @@ class DiscoveryError(TierError):
         self.brief = brief
 
 
+class TrustError(TierError):
+    """A file or folder of trusted authorities cannot be used. The text names the setting or the variable."""
+
+
 class ProbeError(TierError):
     """The engine did not answer a probe as vLLM does."""
 
 
 class RefusedError(ProbeError):
     """The engine refused the request (HTTP 400)."""
+
+
+class NoScoresError(ProbeError):
+    """The engine's answers have no token ids or no log-probabilities."""

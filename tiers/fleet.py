@@ -171,6 +171,10 @@ class Lease(Struct, eq=False):
         replica.answers.last.append(seen)
         replica.answers.noted += 1
 
+    def may_be_silent_until(self, now: float, limit_s: float, *, is_expected: bool) -> float:
+        """Return until when a silent answer is waited for; see ``Replica.may_be_silent_until``."""
+        return self.replica.may_be_silent_until(now, limit_s, is_expected=is_expected)
+
     def failed(self, error: str) -> None:
         """Count a failed attempt, by its kind of error."""
         replica = self.replica

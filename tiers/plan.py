@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 from tiers.checkpoints.checkpoint import quantized_bytes
+from tiers.checkpoints.precision import checkpoint_precision
 from tiers.errors import CheckpointError, NoRoomError, PlanError
+from tiers.kernels import InstructionSet, Kernel, added_bytes, choose_kernel, instruction_set
 from tiers.sizing.architecture import kv_bytes_per_token
 from tiers.spec import NGRAM, PRECISIONS, STANDARD_TIERS, Placement, Precision, TierName, TierSpec
 
@@ -33,10 +35,11 @@ GPU_OVERHEAD_GIB = 2.0
 # engines with a 135M model (vLLM 0.32), each had 1.0 to 1.3 GiB.
 CPU_OVERHEAD_GIB = 1.3
 USUAL_TOKENS = 512  # of a request, prompt and output
-AMX = "amx_tile"  # as Linux names it
-# Bytes per weight of a linear layer. Int4 has a scale of 16 bits and a zero point of 4 per group of weights; the smallest
-# group is 32.
-LINEAR_BYTES = {Precision.BF16: 2.0, Precision.FP8: 1.0, Precision.AWQ_INT4: (4 + (16 + 4) / 32) / 8}
+CPUINFO = Path("/proc/cpuinfo")
+SMALLEST_GROUP = 32  # 4-bit weights that share a scale of 16 bits and a zero point of 4
+# Bytes per weight of a linear layer, without scales and zero points, and with them.
+WEIGHT_BYTES = {Precision.BF16: 2.0, Precision.FP8: 1.0, Precision.AWQ_INT4: 0.5}
+LINEAR_BYTES = {**WEIGHT_BYTES, Precision.AWQ_INT4: 0.5 + (16 + 4) / 8 / SMALLEST_GROUP}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +57,13 @@ class Machine:
     """The resources to share. Memory in bytes.
 
     Attributes:
-        amx: Whether the processor has AMX, which vLLM's own kernels for quantized weights need.
+        instructions: The processor's widest; None: vLLM's CPU build cannot run on it.
     """
 
     cores: tuple[int, ...]
     memory_available: int
     gpus: tuple[Gpu, ...]
-    amx: bool = False
+    instructions: InstructionSet | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +106,9 @@ class Plan:
 
 
 def read_machine() -> Machine:
-    """Read this machine's usable cores, free memory and CUDA devices (with ``nvidia-smi``), and whether it has AMX."""
+    """Read this machine's usable cores, free memory, CUDA devices (with ``nvidia-smi``) and instructions."""
     memory = min(psutil.virtual_memory().available, group_room())
-    return Machine(_cores(), memory, tuple(_gpus()), amx=AMX in cpu_flags())
+    return Machine(_cores(), memory, tuple(_gpus()), instruction_set(cpu_flags()))
 
 
 def group_room(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
@@ -125,9 +128,9 @@ def group_room(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
     return max(room, 0)
 
 
-def cpu_flags() -> set[str]:
+def cpu_flags(cpuinfo: Path = CPUINFO) -> set[str]:
     """Return the processor's instruction sets, as Linux names them."""
-    return set(_cpuinfo("flags").split())
+    return set(_cpuinfo("flags", cpuinfo).split())
 
 
 def machine_name() -> str:
@@ -141,10 +144,10 @@ def _cores() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)))
 
 
-def _cpuinfo(name: str) -> str:
+def _cpuinfo(name: str, cpuinfo: Path = CPUINFO) -> str:
     """Return a field of the first processor's entry; empty if it is missing."""
     try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        lines = cpuinfo.read_text("utf-8").splitlines()
     except OSError:
         return ""
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
@@ -155,35 +158,58 @@ def weight_bytes(checkpoint: Path) -> int:
     return sum(p.stat().st_size for p in checkpoint.glob("*.safetensors"))
 
 
-def held_bytes(checkpoint: Path, *, amx: bool) -> int:
+def held_bytes(checkpoint: Path, instructions: InstructionSet | None) -> int:
     """Return the memory, in bytes, of a checkpoint's weights in a CPU engine.
 
-    Without AMX, quantized weights take twice their size: the engine plugin (``tiers/engine_plugin``) holds FP8 weights as
-    BF16, and 4-bit weights in two layouts, one for few rows and one for many.
+    It is more than on disk where a kernel holds quantized weights otherwise than the checkpoint: see ``added_bytes``.
 
     Raises:
         PlanError: A weight file cannot be read.
     """
-    if amx:
-        return weight_bytes(checkpoint)
     try:
-        return weight_bytes(checkpoint) + quantized_bytes(checkpoint)
+        quantized = quantized_bytes(checkpoint)
     except CheckpointError as error:
         raise PlanError(str(error)) from error
+    kernel = choose_kernel(checkpoint_precision(checkpoint), instructions)
+    group_size = _group_size(checkpoint) if kernel is Kernel.VLLM_INT4 else SMALLEST_GROUP
+    if kernel is Kernel.QARR_BF16:  # in float32
+        return 2 * weight_bytes(checkpoint)
+    return weight_bytes(checkpoint) + added_bytes(kernel, quantized, group_size, instructions)
 
 
-def expected_bytes(base: Path, precision: Precision, *, amx: bool) -> tuple[int, int]:
+def _group_size(checkpoint: Path) -> int:
+    """Return how many weights of a checkpoint share a scale; the fewest possible if its configuration does not say."""
+    quantization = model_config(checkpoint).get("quantization_config")
+    groups = quantization.get("config_groups", {}) if isinstance(quantization, dict) else {}
+    sizes = [(group.get("weights") or {}).get("group_size") for group in groups.values()]
+    return min((size for size in sizes if isinstance(size, int) and size > 0), default=SMALLEST_GROUP)
+
+
+def expected_bytes(base: Path, precision: Precision, instructions: InstructionSet | None) -> tuple[int, int]:
     """Estimate the size, in bytes, of weights to be made from a BF16 checkpoint: on disk and in an engine's memory.
 
     Embeddings and output head, whose size follows from the vocabulary's, stay in BF16.
     """
-    whole, config = weight_bytes(base), model_config(base)
-    vocabulary, width = config.get("vocab_size"), config.get("hidden_size")
-    kept = 2 * vocabulary * width if isinstance(vocabulary, int) and isinstance(width, int) else 0
-    kept = min(kept if config.get("tie_word_embeddings") else 2 * kept, whole)
-    linear = int((whole - kept) * LINEAR_BYTES[precision] / LINEAR_BYTES[Precision.BF16])
-    twice = precision is not Precision.BF16 and not amx
-    return kept + linear, kept + linear + linear * twice
+    base_bytes = weight_bytes(base)
+    kept = min(_unquantized_bytes(base), base_bytes)
+    weights = (base_bytes - kept) / WEIGHT_BYTES[Precision.BF16]
+    on_disk = kept + int(weights * LINEAR_BYTES[precision])
+    kernel = choose_kernel(precision, instructions)
+    if precision is Precision.BF16:
+        return on_disk, 2 * on_disk if kernel is Kernel.QARR_BF16 else on_disk
+    quantized = int(weights * WEIGHT_BYTES[precision])
+    return on_disk, on_disk + added_bytes(kernel, quantized, SMALLEST_GROUP, instructions)
+
+
+def _unquantized_bytes(base: Path) -> int:
+    """Return the size, in bytes, of a model's embeddings and output head in BF16; 0 if it is not known."""
+    config = model_config(base)
+    vocabulary = config.get("vocab_size")
+    width = config.get("hidden_size")
+    if not isinstance(vocabulary, int) or not isinstance(width, int):
+        return 0
+    embeddings = 2 * vocabulary * width
+    return embeddings if config.get("tie_word_embeddings") else 2 * embeddings
 
 
 def model_config(checkpoint: Path) -> dict[str, object]:
@@ -218,7 +244,7 @@ def make_plan(
     Raises:
         PlanError: It does not fit; the text has the arithmetic.
     """
-    needs = [_need(tier, base, amx=machine.amx) for tier in tiers]
+    needs = [_need(tier, base, machine.instructions) for tier in tiers]
     if not any(need.tier.replicas for need in needs):
         return Plan("none", ())
     lacking: list[NoRoomError] = []
@@ -259,23 +285,23 @@ class _Need(NamedTuple):
         return self.tier.max_model_len * self.tier.max_num_seqs
 
 
-def _need(tier: TierSpec, base: Path | None, *, amx: bool) -> _Need:
+def _need(tier: TierSpec, base: Path | None, instructions: InstructionSet | None) -> _Need:
     """Return what one engine of a tier needs; a draft model adds its weights and a KV cache of its own."""
     if tier.checkpoint is not None:
-        on_disk, held = weight_bytes(tier.checkpoint), held_bytes(tier.checkpoint, amx=amx)
+        on_disk, held = weight_bytes(tier.checkpoint), held_bytes(tier.checkpoint, instructions)
         per_token = _kv_per_token(tier, tier.checkpoint)
     else:
         assert base is not None
-        on_disk, held = expected_bytes(base, PRECISIONS[tier.name], amx=amx)
+        on_disk, held = expected_bytes(base, PRECISIONS[tier.name], instructions)
         per_token = _kv_per_token(tier, base)
     if tier.draft is None or tier.draft.source == NGRAM:
         return _Need(tier, on_disk, held, per_token)
     if tier.draft.checkpoint is not None:
         draft = tier.draft.checkpoint
-        beside, beside_held = weight_bytes(draft), held_bytes(draft, amx=amx)
+        beside, beside_held = weight_bytes(draft), held_bytes(draft, instructions)
         return _Need(tier, on_disk + beside, held + beside_held, per_token + _kv_per_token(tier, draft))
     assert base is not None
-    beside, beside_held = expected_bytes(base, PRECISIONS[TierName(tier.draft.source)], amx=amx)
+    beside, beside_held = expected_bytes(base, PRECISIONS[TierName(tier.draft.source)], instructions)
     return _Need(tier, on_disk + beside, held + beside_held, 2 * per_token)
 
 
@@ -409,7 +435,7 @@ def lacking_for_one_more(machine: Machine, tier: TierSpec, placement: Placement)
     """
     if not placement.gpus:
         assert tier.checkpoint is not None
-        held, on_disk = held_bytes(tier.checkpoint, amx=machine.amx), weight_bytes(tier.checkpoint)
+        held, on_disk = held_bytes(tier.checkpoint, machine.instructions), weight_bytes(tier.checkpoint)
         need, free = _cpu_need(held, on_disk, int(placement.kv_cache_gib * GIB)), machine.memory_available
         return _lacking(need, free)
     for index in placement.gpus:

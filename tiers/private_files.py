@@ -22,6 +22,19 @@ def make_private_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
 
+def ends_within_line(descriptor: int) -> bool:
+    """Tell whether an open file ends within a line, as after a write that a full disk cut off; no device or pipe does."""
+    try:
+        state = os.fstat(descriptor)
+        if not stat.S_ISREG(state.st_mode) or not state.st_size:
+            return False
+        with open(f"/proc/self/fd/{descriptor}", "rb") as file:  # noqa: PTH123  it may be open for writing alone
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except OSError:  # this user may write it, but not read it
+        return False
+
+
 def open_private(path: str, flags: int) -> int:
     """Open a new or existing file so that only its owner may read it: an ``opener`` for ``open``.
 

@@ -18,7 +18,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from tiers.errors import ProbeError, RefusedError
+from tiers.errors import NoScoresError, ProbeError, RefusedError
 from tiers.snapshot import Gauges
 
 if TYPE_CHECKING:
@@ -130,12 +130,25 @@ class _Tokens(_Answer):
     tokens: tuple[int, ...]
 
 
-class _WithIds(_Answer):
+class _Choices(_Answer):
+    choices: tuple[dict[str, Any], ...]
+
+
+class _Place(_Answer):
+    logprob: float
+
+
+class _ScoredPrompt(_Answer):
+    prompt_logprobs: tuple[dict[str, _Place] | None, ...]
+
+
+class _TokenLogprobs(_Answer):
+    token_logprobs: tuple[float, ...]
+
+
+class _ScoredCompletion(_Answer):
     token_ids: tuple[int, ...]
-
-
-class _Whole(_Answer):
-    choices: tuple[_WithIds, ...]
+    logprobs: _TokenLogprobs
 
 
 class _Delta(_Answer):
@@ -265,43 +278,82 @@ class EngineProbe:
         """
         return await self._tokenized({"model": model, "messages": list(messages)})
 
-    async def text_tokens(self, model: str, text: str) -> list[int]:
-        """Return the ids of plain text, without special tokens.
+    async def text_tokens(self, model: str, text: str, *, special: bool = False) -> list[int]:
+        """Return the ids of plain text; ``special``: with the special tokens that a prompt begins with.
 
         Raises:
             ProbeError: The engine does not answer, or not with ids.
         """
-        return await self._tokenized({"model": model, "prompt": text, "add_special_tokens": False})
+        return await self._tokenized({"model": model, "prompt": text, "add_special_tokens": special})
 
-    async def greedy_tokens(
-        self, model: str, prompts: Sequence[str], count: int, timeout_s: float
-    ) -> tuple[tuple[int, ...], ...]:
-        """Return the ids of exactly ``count`` tokens that continue each text greedily, computed one text at a time.
-
-        In a batch, near-ties come out by which prompts the engine happens to compute together.
+    async def prompt_logprobs(self, model: str, token_ids: Sequence[int], timeout_s: float) -> tuple[float, ...]:
+        """Return the log-probability of each token but the first, given those before it, in nats: one prefill.
 
         Raises:
-            ProbeError: The engine does not answer within ``timeout_s`` a text, or without token ids.
+            ProbeError: The engine does not answer within ``timeout_s``, or without log-probabilities.
         """
-        return tuple([await self._continued(model, prompt, count, timeout_s) for prompt in prompts])
-
-    async def _continued(self, model: str, prompt: str, count: int, timeout_s: float) -> tuple[int, ...]:
         body = {
             "model": model,
-            "prompt": prompt,
+            "prompt": list(token_ids),
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": 0,
+        }
+        choice = self._only_choice(_ScoredPrompt, await self._json("POST", COMPLETIONS, body, timeout_s))
+        places = choice.prompt_logprobs[1:]  # the first token follows nothing, and has none
+        try:
+            return tuple(place[str(token)].logprob for place, token in zip(places, token_ids[1:], strict=True) if place)
+        except (KeyError, ValueError) as error:
+            raise ProbeError(f"{self.url}{COMPLETIONS} scores other tokens than those of the prompt") from error
+
+    async def continuation(
+        self, model: str, token_ids: Sequence[int], count: int, timeout_s: float
+    ) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Return exactly ``count`` tokens that continue a prompt greedily, and the log-probability of each, in nats.
+
+        Raises:
+            ProbeError: The engine does not answer within ``timeout_s``, or without token ids and log-probabilities.
+        """
+        body = {
+            "model": model,
+            "prompt": list(token_ids),
             "max_tokens": count,
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
+            "logprobs": 0,
         }
-        answer = await self._json("POST", COMPLETIONS, body, timeout_s)
-        try:
-            choices = self._checked(_Whole, COMPLETIONS, answer).choices
-        except ProbeError as error:
-            raise ProbeError(f"{error}. It must return token ids, which older releases of vLLM do not") from error
+        choice = self._only_choice(_ScoredCompletion, await self._json("POST", COMPLETIONS, body, timeout_s))
+        if len(choice.token_ids) != len(choice.logprobs.token_logprobs):
+            raise ProbeError(f"{self.url}{COMPLETIONS} gives other numbers of tokens and of log-probabilities")
+        return choice.token_ids, choice.logprobs.token_logprobs
+
+    def _only_choice(self, kind: type[_Read], answer: object) -> _Read:
+        """Return the one choice of a completion, whose fields older releases of vLLM and other servers may lack.
+
+        Raises:
+            NoScoresError: It lacks them.
+            ProbeError: It is an error, or not one choice.
+        """
+        choices = self._checked(_Choices, COMPLETIONS, answer).choices
         if len(choices) != 1:
             raise ProbeError(f"{self.url}{COMPLETIONS} gives {len(choices)} answers to one prompt")
-        return choices[0].token_ids
+        try:
+            return kind.model_validate(choices[0])
+        except ValidationError as error:
+            raise NoScoresError(
+                f"{self.url}{COMPLETIONS} gives no log-probabilities with token ids, which older releases of vLLM do not"
+            ) from error
+
+    async def takes_thinking(self, model: str, timeout_s: float) -> bool:
+        """Tell whether the engine takes a bound on tokens of reasoning; vLLM refuses it for a model that shows none."""
+        messages = [{"role": "user", "content": "1"}]
+        body = {"model": model, "messages": messages, "max_tokens": 1, "thinking_token_budget": 1}
+        try:
+            await self._json("POST", CHAT, body, timeout_s)
+        except ProbeError:
+            return False
+        return True
 
     async def generate(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Generation:
         """Stream one generation and time it.

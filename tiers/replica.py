@@ -184,6 +184,7 @@ class Work:
         prompt_tokens: That were sent to it.
         sequence_s: Sequences, integrated over time, at ``summed_at``.
         silence_s: With requests but without progress, at ``silent_from``.
+        generated_at: When the engine's own count of generated tokens was last seen to rise; None: it counts none.
     """
 
     generated: int = 0
@@ -192,6 +193,7 @@ class Work:
     summed_at: float = 0.0
     silence_s: float = 0.0
     silent_from: float = 0.0
+    generated_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -243,6 +245,8 @@ class Replica:
     Attributes:
         status: At first.
         fingerprint: The engine's own, from its answers.
+        takes_priority: The engine schedules by priority; others refuse requests that have one.
+        takes_thinking: The engine takes a bound on tokens of reasoning; others refuse it.
         source: Who names it; None: it was started here.
         output_tokens: Of the router's requests, to come. They change with every token, so they are not in ``state``.
         state: What is known of it; replaced when something changes, by ``refresh`` where time changes it.
@@ -258,6 +262,7 @@ class Replica:
     model: str
     status: InitVar[ReplicaStatus] = ReplicaStatus.STARTING
     takes_priority: bool = True
+    takes_thinking: bool = True
     fingerprint: str | None = None
     source: str | None = None
     options: FleetOptions = field(default_factory=FleetOptions)
@@ -347,6 +352,7 @@ class Replica:
             self.others.peers, self.others.foreign = NO_PEERS, 0
             self.others.surplus.clear()
             self.turnover, self.answers = Turnover(), Answers()
+            self.work.generated_at = None
             self.breaker.reset()
             self.prefixes.clear()
         self.update(status=status, detail=detail, **facts)
@@ -362,6 +368,23 @@ class Replica:
     def silence_s(self, now: float) -> float:
         """Return the seconds without progress; times without requests do not count."""
         return self.work.silence_s + (now - self.work.silent_from if self.state.in_flight else 0.0)
+
+    def may_be_silent_until(self, now: float, limit_s: float, *, is_expected: bool) -> float:
+        """Return until when an answer is waited for that is silent, while the engine is seen to compute.
+
+        Args:
+            now: Monotonic time.
+            limit_s: Longest silence of an engine that does not compute.
+            is_expected: The engine may hold this answer back.
+        """
+        if self.state.status not in {ReplicaStatus.READY, ReplicaStatus.DRAINING}:
+            return now
+        if self.work.generated_at is not None:
+            return self.work.generated_at + limit_s
+        # Without a count of tokens, the watchdog finds out whether the engine hangs.
+        gauges = self.state.gauges
+        is_running = gauges is not None and gauges.running > 0
+        return now + limit_s if is_expected or is_running else now
 
     def progressed(self, now: float) -> None:
         """Note that the engine has made progress."""

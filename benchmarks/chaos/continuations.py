@@ -209,7 +209,8 @@ async def _ask(stack: Stack, one: Round) -> Got:
 
 def _read(text: str, *, chat: bool) -> Got:
     said, finish, stop, usage, ends, errors = "", None, None, [], 0, 0
-    for event in text.split("\n\n"):
+    for block in text.split("\n\n"):
+        event = "\n".join(line for line in block.split("\n") if not line.startswith(":"))  # without comments
         if not event.startswith("data:"):
             continue
         if event == "data: [DONE]":

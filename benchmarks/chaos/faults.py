@@ -331,7 +331,7 @@ def settings(folder: Path, embeddings: int) -> str:
 [auth]
 keys_file = "{folder}/keys.json"
 [engine]
-warmup_expected = ""
+check_tolerance = 0
 [openai]
 embeddings_urls = ["http://127.0.0.1:{embeddings}"]
 [policy]

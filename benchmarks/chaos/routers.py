@@ -215,7 +215,7 @@ def variables(folder: Path, redis: RedisProcess) -> dict[str, str]:
         "QARR_AUTH__KEYS_FILE": str(folder / "keys.json"),
         "QARR_STATE__REDIS_URL": f"redis://127.0.0.1:{redis.port}/0",
         "QARR_POLICY__MAX_SLOWDOWN": "1e9",
-        "QARR_ENGINE__WARMUP_EXPECTED": "",
+        "QARR_ENGINE__CHECK_TOLERANCE": "0",
         "QARR_ADMISSION__MAX_WAIT_S__STANDARD": "60",
     }
     for tier, limit in LIMITS.items():

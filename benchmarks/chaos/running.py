@@ -43,7 +43,7 @@ max_connections = 400
 [limits]
 default_max_tokens = 8
 [engine]
-warmup_expected = ""
+check_tolerance = 0
 [tiers.fast]
 max_in_flight = 256
 [tiers.balanced]

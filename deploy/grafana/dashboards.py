@@ -19,6 +19,7 @@ from grafana_foundation_sdk.models.dashboard import (
     DataSourceRef,
     Threshold,
     ThresholdsMode,
+    VariableHide,
     VariableRefresh,
 )
 
@@ -27,6 +28,10 @@ SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 J = 'job=~"$job"'
 SHARE, SECONDS, PER_S, COUNT = "percentunit", "s", "reqps", "short"
 RED = "red"
+# Of the chosen fleets, and those that are about none, such as that no router is left.
+FIRING = 'ALERTS{alertname=~"Qarr.+", alertstate="firing", job=~"$job|"}'
+RUNBOOKS = "runbooks"  # the variable with the address of docs/runbooks.md
+PROMETHEUS_PAGE = "http://localhost:9090/consoles/runbooks.html"  # deploy/compose.yaml's; others set the variable
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,7 @@ class Chart:
         width: Of 24 columns.
         limit: Value from which it is red.
         traces: Show the traces behind a histogram.
+        alerts: Names of those that are about it: the panel links to their runbooks.
     """
 
     title: str
@@ -51,6 +57,7 @@ class Chart:
     width: int = 8
     limit: float | None = None
     traces: bool = False
+    alerts: tuple[str, ...] = ()
 
 
 def quantiles(metric: str, by: str, legend: str, *shares: str) -> tuple[tuple[str, str], ...]:
@@ -78,18 +85,21 @@ def seen(metric: str, by: str) -> str:
 
 OVERVIEW: dict[str, tuple[Chart, ...]] = {
     "Now": (
-        Chart("Routers", COUNT, "Routers that Prometheus can read.", ((f"sum(up{{{J}}})", ""),), "number", 3),
+        Chart("Routers", COUNT, "Routers that Prometheus can read.", ((f"sum(up{{{J}}})", ""),), "number", 3, alerts=("QarrRouterDown", "QarrNoRouterUp")),
         Chart("Requests", PER_S, "Per second.", ((f"sum(job:qarr_requests:rate5m{{{J}}})", ""),), "number", 3),
         Chart("Goodput", PER_S, "Requests per second that were answered in full and within their bounds.",
               ((f"sum(job:qarr_goodput:rate5m{{{J}}})", ""),), "number", 3),
         Chart("Available", SHARE, "Requests of the last hour that neither failed nor found no place or no ready tier.",
-              ((f"1 - max(job:qarr_unavailable:ratio_rate1h{{{J}}})", ""),), "number", 3),
+              ((f"1 - max(job:qarr_unavailable:ratio_rate1h{{{J}}})", ""),), "number", 3, alerts=("QarrAvailabilityBurnFast", "QarrAvailabilityBurnSlow")),
         Chart("SLA met", SHARE, "Of the last hour's requests with bounds on TTFT or TPOT.",
-              ((f"1 - max(job:qarr_sla_missed:ratio_rate1h{{{J}}})", ""),), "number", 3),
+              ((f"1 - max(job:qarr_sla_missed:ratio_rate1h{{{J}}})", ""),), "number", 3, alerts=("QarrSlaBurnFast", "QarrSlaBurnSlow")),
         Chart("Waiting", COUNT, "Requests that wait for a place.", ((f"sum(qarr_waiting_requests{{{J}}})", ""),), "number", 3),
         Chart("Open requests", COUNT, "Being served.", ((f"sum(qarr_open_requests{{{J}}})", ""),), "number", 3),
-        Chart("Alerts", COUNT, "That fire.",
-              ((f'count(ALERTS{{alertname=~"Qarr.+", alertstate="firing", {J}}}) or vector(0)', ""),), "number", 3, 1),
+        Chart("Alerts", COUNT, "How many fire: the next panel has their names.",
+              ((f"count({FIRING}) or vector(0)", ""),), "number", 3, 1),
+        Chart("Alerts that fire", COUNT, "By name, with what they are about. Each has a section in the runbooks, to which the link above leads.",
+              (((f'max by (alertname, severity, job, instance, tier, replica, class, reason) ({FIRING}) '
+                 'or label_replace(vector(0), "alertname", "none", "", "")'), ""),), "table", 24),
     ),
     "Requests": (
         Chart("By outcome", PER_S, "ok, refused, error, client_gone.",
@@ -100,10 +110,10 @@ OVERVIEW: dict[str, tuple[Chart, ...]] = {
               ((rate("qarr_decisions_total", "reason"), "{{reason}}"),), "stacked"),
         Chart("SLA met, by tier", SHARE, "Share of requests with bounds on TTFT or TPOT.",
               (((f'sum by (tier) (rate(qarr_sla_requests_total{{{J}, result="met"}}[$__rate_interval])) / '
-                f"sum by (tier) (rate(qarr_sla_requests_total{{{J}}}[$__rate_interval]))"), "{{tier}}"),)),
+                f'sum by (tier) (rate(qarr_sla_requests_total{{{J}, result!="impossible"}}[$__rate_interval]))'), "{{tier}}"),)),
         Chart("Burn rate of the error budget", COUNT, "1: the budget lasts exactly its month. Alerts: 14.4 over an hour, 6 over six.",
               ((f"job:qarr_unavailable:ratio_rate1h{{{J}}} / scalar(qarr:unavailable:budget_ratio)", "{{job}} 1 h"),
-               (f"job:qarr_unavailable:ratio_rate6h{{{J}}} / scalar(qarr:unavailable:budget_ratio)", "{{job}} 6 h")), limit=6),
+               (f"job:qarr_unavailable:ratio_rate6h{{{J}}} / scalar(qarr:unavailable:budget_ratio)", "{{job}} 6 h")), limit=6, alerts=("QarrAvailabilityBurnFast", "QarrAvailabilityBurnSlow")),
         Chart("Goodput", PER_S, "Against all requests.",
               ((f"job:qarr_requests:rate5m{{{J}}}", "{{job}} all"), (f"job:qarr_goodput:rate5m{{{J}}}", "{{job}} good"))),
     ),
@@ -119,10 +129,12 @@ OVERVIEW: dict[str, tuple[Chart, ...]] = {
         Chart("The router's own time", SECONDS, "From arrival until sent to an engine, but for the queue.",
               quantiles("qarr_overhead_seconds", "", "", "0.5", "0.99")),
         Chart("Queue", COUNT, "By router, and what it may hold.",
-              ((f"qarr_waiting_requests{{{J}}}", "{{instance}}"), (f"qarr_waiting_requests_limit{{{J}}}", "{{instance}} limit"))),
+              ((f"qarr_waiting_requests{{{J}}}", "{{instance}}"), (f"qarr_waiting_requests_limit{{{J}}}", "{{instance}} limit")), alerts=("QarrQueueGrowing",)),
     ),
     "What went wrong, and what it costs": (
-        Chart("Refusals", PER_S, "By reason.", ((rate("qarr_refusals_total", "reason"), "{{reason}}"),), "stacked"),
+        Chart("Refusals", PER_S, "By reason.", ((rate("qarr_refusals_total", "reason"), "{{reason}}"),), "stacked", alerts=("QarrRefusing",)),
+        Chart("Routers without Redis", COUNT, "Those that count quotas or budgets alone, or balance by their own view, though state.redis_url is set.",
+              ((f"sum by (use) (qarr_redis_serves{{{J}}} == bool 0) or vector(0)", "{{use}}"),), limit=1, alerts=("QarrRedisNotServing",)),
         Chart("Errors", PER_S, "Requests that ended in one, by the tier that had begun to answer.",
               ((rate("qarr_requests_total", "tier", ', outcome="error"') + " or vector(0)", "{{tier}}"),), "stacked"),
         Chart("HTTP answers", PER_S, "Other than 200.",
@@ -137,20 +149,20 @@ OVERVIEW: dict[str, tuple[Chart, ...]] = {
 ENGINES: dict[str, tuple[Chart, ...]] = {
     "Replicas": (
         Chart("Ready replicas", COUNT, "Of each tier, as the router that sees most of them sees it.",
-              ((f"job_tier:qarr_ready_replicas:max{{{J}}}", "{{tier}}"),)),
+              ((f"job_tier:qarr_ready_replicas:max{{{J}}}", "{{tier}}"),), alerts=("QarrTierDown", "QarrNoTierReady")),
         Chart("States", COUNT, "What each router sees.",
-              ((f"max by (instance, tier, replica, state) (qarr_replica_state{{{J}}}) == 1", ""),), "table", 16),
+              ((f"max by (instance, tier, replica, state) (qarr_replica_state{{{J}}}) == 1", ""),), "table", 16, alerts=("QarrReplicaFailed",)),
         Chart("In flight", COUNT, "Requests on each replica, added over routers, and what one router gives it at once.",
               ((f"sum by (replica) (qarr_requests_in_flight{{{J}}})", "{{replica}}"),
                (seen("qarr_requests_limit", "replica"), "{{replica}} limit"))),
         Chart("KV cache", SHARE, "From 88 % on a replica gets no more long prompts.",
-              ((seen("qarr_kv_cache_usage_ratio", "replica"), "{{replica}}"),), limit=0.85),
+              ((seen("qarr_kv_cache_usage_ratio", "replica"), "{{replica}}"),), limit=0.85, alerts=("QarrKvCacheFull",)),
         Chart("Restarts", COUNT, "Engines started again by themselves, in half an hour.",
-              ((f"sum by (tier) (increase(qarr_engine_restarts_total{{{J}}}[30m]))", "{{tier}}"),), limit=3),
+              ((f"sum by (tier) (increase(qarr_engine_restarts_total{{{J}}}[30m]))", "{{tier}}"),), limit=3, alerts=("QarrEngineRestartLoop",)),
     ),
     "Failures": (
         Chart("Breakers", COUNT, "1: spared after failures, or waiting for a request to try.",
-              ((seen("qarr_breaker_open", "instance, replica"), "{{instance}} {{replica}}"),)),
+              ((seen("qarr_breaker_open", "instance, replica"), "{{instance}} {{replica}}"),), alerts=("QarrBreakerOpenLong",)),
         Chart("Breakers opened", COUNT, "Times, in ten minutes.",
               ((f"sum by (replica) (increase(qarr_breaker_opened_total{{{J}}}[10m]))", "{{replica}}"),)),
         Chart("Failed attempts", PER_S, "By tier and error.",
@@ -182,14 +194,14 @@ QUALITY: dict[str, tuple[Chart, ...]] = {
               ((f"sum by (job) (rate(qarr_loss_expected_answers_total{{{J}}}[$__rate_interval])) / sum by (job) (rate(qarr_loss_counted_answers_total{{{J}}}[$__rate_interval]))", "{{job}} expected"),
                (f"sum by (job) (rate(qarr_loss_allowed_answers_total{{{J}}}[$__rate_interval])) / sum by (job) (rate(qarr_loss_counted_answers_total{{{J}}}[$__rate_interval]))", "{{job}} allowed"))),
         Chart("Expected of allowed", SHARE, "Over 100 % for an hour: alert.",
-              ((f"job:qarr_loss:budget_ratio10m{{{J}}}", "{{job}} 10 min"), (f"job:qarr_loss:budget_ratio1h{{{J}}}", "{{job}} 1 h")), limit=1),
+              ((f"job:qarr_loss:budget_ratio10m{{{J}}}", "{{job}} 10 min"), (f"job:qarr_loss:budget_ratio1h{{{J}}}", "{{job}} 1 h")), limit=1, alerts=("QarrLossOverBudget",)),
         Chart("Caps", SHARE, "policy.max_loss: most that an answer of a class may lose. None: only the budget holds.", ((seen("qarr_loss_bound_ratio", "class"), "{{class}}"),), "bars"),
         Chart("Expected loss", SHARE, "Share of answers that are expected to be worse than the highest precision's; of a class, its worst complexity.",
               ((seen("qarr_expected_loss_ratio", "class, tier"), "{{class}} on {{tier}}"),), "bars", 12),
         Chart("Measured answers", COUNT, "That the expected loss rests on; of a class, all complexities. 0: it is published.",
               ((f"sum by (class, tier) (max by (class, complexity, tier) (qarr_expected_loss_answers{{{J}}}))", "{{class}} on {{tier}}"),), "bars", 12),
         Chart("Live answers that differ", SHARE, "Of the last compared ones. An upper bound of the loss, to show drift; alert over 20 % and 3 times the expected loss.",
-              ((seen("qarr_live_differing_ratio", "class, tier"), "{{class}} on {{tier}}"),), limit=0.2),
+              ((seen("qarr_live_differing_ratio", "class, tier"), "{{class}} on {{tier}}"),), limit=0.2, alerts=("QarrLiveAnswersDrift",)),
         Chart("Live regret", COUNT, "Log-probability a token, in nats, that the highest precision gives up.", ((seen("qarr_live_regret_nats", "class, tier"), "{{class}} on {{tier}}"),)),
         Chart("Live answers checked", PER_S, "Prompts that were answered again.",
               ((rate("qarr_live_checked_answers_total", "class, tier"), "{{class}} on {{tier}}"),), "stacked"),
@@ -202,7 +214,7 @@ QUALITY: dict[str, tuple[Chart, ...]] = {
         Chart("Error of predicted TTFT", SHARE, "Of what was seen.",
               quantiles("qarr_prediction_error_ratio", "tier, kind", "{{kind}} {{tier}}", "0.5", "0.95"), width=12, limit=0.5),
         Chart("Median over half an hour", SHARE, "An alert from 50 % on.",
-              ((f"job_tier_kind:qarr_prediction_error:median30m{{{J}}}", "{{kind}} {{tier}}"),), width=12, limit=0.5),
+              ((f"job_tier_kind:qarr_prediction_error:median30m{{{J}}}", "{{kind}} {{tier}}"),), width=12, limit=0.5, alerts=("QarrPredictionsOff",)),
     ),
 }  # fmt: skip
 
@@ -264,6 +276,7 @@ def panel(chart: Chart, number: int) -> object:
         if chart.kind == "stacked":
             made = made.stacking(common.StackingConfig().mode("normal"))
     made = made.id(number).title(chart.title).description(chart.text).span(chart.width).datasource(SOURCE)
+    made = made.links([_runbooks(f"Runbook: {alert}", f"#{alert.lower()}") for alert in chart.alerts])
     if chart.kind != "table":
         made = made.unit(chart.unit).thresholds(_thresholds(chart))
     for letter, (expr, legend) in zip("ABCDEFG", chart.queries, strict=False):
@@ -272,6 +285,11 @@ def panel(chart: Chart, number: int) -> object:
             query = query.instant().format("table" if chart.kind == "table" else "time_series")
         made = made.with_target(query.exemplar(chart.traces))
     return made
+
+
+def _runbooks(title: str, section: str = "") -> dashboard.DashboardLink:
+    """Return a link to the runbooks, or to one of their sections."""
+    return dashboard.DashboardLink(title).type("link").url(f"${{{RUNBOOKS}}}{section}").target_blank(True)
 
 
 def _colours(chart: Chart) -> dashboard.FieldColor:
@@ -306,6 +324,7 @@ def build(uid: str, title: str, rows: dict[str, tuple[Chart, ...]]) -> str:
         .timezone("browser")
         .tooltip(DashboardCursorSync.CROSSHAIR)
         .link(dashboard.DashboardLink("QARR").type("dashboards").tags(["qarr"]).keep_time(True).include_vars(True))
+        .link(_runbooks("Runbooks"))
         .with_variable(dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
         .with_variable(
             dashboard.QueryVariable("job")
@@ -316,6 +335,12 @@ def build(uid: str, title: str, rows: dict[str, tuple[Chart, ...]]) -> str:
             .multi(True)
             .include_all(True)
             .all_value("qarr.*")
+        )
+        .with_variable(
+            dashboard.TextBoxVariable(RUNBOOKS)
+            .label("Runbooks")
+            .default_value(PROMETHEUS_PAGE)
+            .hide(VariableHide.HIDE_VARIABLE)
         )
     )
     numbers = count(1)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from router.auth.api_keys import Account, Limit, Span, shown
 from router.telemetry.record import Cost
 
+LEASE_S = 180.0  # after which the reservation of a dead router is free again
+
 
 class Periods(NamedTuple):
     """The names of a day and of its month in UTC, as in 2026-11-24 and 2026-11."""
@@ -58,9 +60,12 @@ class Reserved(NamedTuple):
 
 
 class OverBudgetError(Exception):
-    """A budget is used up: ``used`` millionths of it, with what is reserved.
+    """A budget has less left than a request may need.
 
-    ``retry_after_s`` None: the request alone is larger than the budget.
+    Attributes:
+        used: Millionths of it, with what is reserved.
+        left: Millionths that a request may still reserve.
+        retry_after_s: None: the request alone is larger than the budget.
     """
 
     def __init__(self, hold: Hold, taken: Reserved, at: float, currency: str) -> None:
@@ -68,16 +73,20 @@ class OverBudgetError(Exception):
         self.account, self.limit = taken.denied
         span, unit, amount = self.limit
         self.used: int = getattr(taken.used[self.account.id, getattr(hold.periods, span)], unit)
+        self.left = max(amount * hold.times - self.used, 0)
         asked: int = getattr(hold.reserved, unit)
         self.text, self.renews = self.limit.text(currency), renews_at(span, at)
         self.retry_after_s = None if asked > amount * hold.times else math.ceil(self.renews.timestamp() - at)
-        why = (
-            f"is smaller than this request alone, which may need {shown(asked)}: ask for fewer max_tokens"
-            if self.retry_after_s is None
-            else f"is used up: {shown(self.used)} are used or reserved, and this request may need {shown(asked)}; "
-            f"it renews at {self.renews:%Y-%m-%dT%H:%M:%SZ}"
-        )
-        super().__init__(f"the budget of {self.account.title}, {self.text}, {why}")
+        budget = f"the budget of {self.account.title}, {self.text}"
+        if hold.times > 1:
+            budget += f", and {hold.times} times that on the cheapest tier"
+        if self.retry_after_s is None:
+            why = f"is smaller than this request alone, which may need {shown(asked)}: ask for fewer max_tokens"
+        else:
+            left = f"has {shown(self.left)} left" if self.left else "is used up"
+            renews = f"it renews at {self.renews:%Y-%m-%dT%H:%M:%SZ}"
+            why = f"{left}, and this request may need {shown(asked)}; {renews}"
+        super().__init__(f"{budget}, {why}")
 
 
 class BudgetUnknownError(Exception):

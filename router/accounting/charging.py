@@ -106,7 +106,9 @@ class Charging:
             if cheaper.tier is None and cheaper.refusal is not Refusal.AT_CAPACITY:
                 raise
             reservation = await self.reservations.enter(accounts, pricing.most(cheaper, cheapest), HARD_STOP)
-            headers[OVER_BUDGET_HEADER] = f"{over.text} used up by {over.account.title}: only {cheapest} may serve"
+            headers[OVER_BUDGET_HEADER] = (
+                f"too little left of {over.account.title}'s {over.text}: only {cheapest} may serve"
+            )
             return reservation, cheaper
 
     def _tiers(self, query: Query) -> list[TierName]:

@@ -1,7 +1,8 @@
 """Ledgers of budgets: what accounts have spent in each day and month, and what open requests have reserved.
 
 A request reserves the most that it may cost, all or nothing, and settles with what it used. Each of these is one atomic
-change. A settlement may be repeated: only the first counts. A reservation ends with its lease, which living routers renew.
+change. A settlement may be repeated: only the first counts. So that it is known, a settlement leaves a mark, which the next
+one of the same router takes away once the first was answered. A reservation ends with its lease, which living routers renew.
 """
 
 from __future__ import annotations
@@ -11,17 +12,15 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
-from router.accounting.budgets import Hold, Periods, Reserved, Used
+from router.accounting.budgets import LEASE_S, Hold, Periods, Reserved, Used
 from router.accounting.database import Database
-from router.auth.api_keys import Account, Span, Unit
-from router.redis_link import REDIS_TIMEOUT_S, connect, read_script
+from router.accounting.redis_ledger import RedisLedger
+from router.accounting.settled_marks import SettledMarks
 from router.settings import Settings
-from router.telemetry.record import FREE, Cost
+from router.telemetry.record import Cost
 
-LEASE_S = 180.0  # after which the reservation of a dead router is free again
-SETTLED_KEPT_S = 86_400  # for which a repeated settlement is known
+SETTLED_KEPT_S = 86_400  # for which the settlement of a router that died is known
 SPENT_KEPT_S = 70 * 86_400  # of a period; the longest is a month
-REDIS_CONNECTIONS = 8
 
 
 class MemoryLedger:
@@ -46,8 +45,15 @@ class MemoryLedger:
             for place in hold.places:
                 self._spent[place] = self._spent[place].plus(cost)
 
-    async def renew(self, holds: Iterable[Hold]) -> None:
+    async def renew(self, holds: Iterable[Hold], *, restore: bool = False) -> None:
         """Extend the leases of reservations; here nothing has a lease."""
+
+    async def is_complete(self, _periods: Periods) -> bool:
+        """Return whether the ledger has all that is known; here it always does."""
+        return True
+
+    async def tidy(self) -> None:
+        """Do what is due each second; here nothing is."""
 
     async def used(self, accounts: Iterable[str], periods: Periods) -> Used:
         used = {(account, period): self._spent[account, period] for account in accounts for period in periods}
@@ -67,6 +73,7 @@ class SqliteLedger:
 
     def __init__(self, database: Database, now: Callable[[], float] = time.time) -> None:
         self._database, self._now = database, now
+        self._marks = SettledMarks()
         self.place = f"the file {database.path}"
 
     async def reserve(self, hold: Hold) -> Reserved:
@@ -84,7 +91,10 @@ class SqliteLedger:
         return await self._database.change(work)
 
     async def settle(self, hold: Hold, cost: Cost) -> None:
+        due = [(settlement,) for settlement in self._marks.pop_due()]
+
         def work(sql: sqlite3.Connection) -> None:
+            sql.executemany("DELETE FROM settled WHERE id = ?", due)
             if not sql.execute("INSERT OR IGNORE INTO settled VALUES (?, ?)", (hold.id, self._now())).rowcount:
                 return
             sql.executemany("DELETE FROM held WHERE account = ? AND id = ?", [(a.id, hold.id) for a in hold.accounts])
@@ -95,8 +105,9 @@ class SqliteLedger:
             )
 
         await self._database.change(work)
+        self._marks.add(hold.id)
 
-    async def renew(self, holds: Iterable[Hold]) -> None:
+    async def renew(self, holds: Iterable[Hold], *, restore: bool = False) -> None:  # noqa: ARG002  nothing is lost
         rows = [(account.id, hold.id) for hold in holds for account in hold.accounts]
 
         def work(sql: sqlite3.Connection) -> None:
@@ -109,6 +120,13 @@ class SqliteLedger:
             sql.execute("DELETE FROM spent WHERE period < ?", (oldest,))
 
         await self._database.change(work)
+
+    async def is_complete(self, _periods: Periods) -> bool:
+        """See ``MemoryLedger``: the file is the copy."""
+        return True
+
+    async def tidy(self) -> None:
+        """See ``MemoryLedger``: marks go with later settlements."""
 
     async def used(self, accounts: Iterable[str], periods: Periods) -> Used:
         asked = list(accounts)
@@ -131,77 +149,10 @@ def _used(sql: sqlite3.Connection, accounts: Iterable[str], periods: Periods, no
     }
 
 
-_ORDER: tuple[tuple[Span, Unit], ...] = (
-    ("day", "engine_us"),
-    ("day", "money_u"),
-    ("month", "engine_us"),
-    ("month", "money_u"),
-)
-
-
-class RedisLedger:
-    """Counts in Redis, for several routers. Every change is one script, which Redis runs atomically."""
-
-    timeout_s = REDIS_TIMEOUT_S
-    place = "Redis (state.redis_url)"
-
-    def __init__(self, url: str) -> None:
-        self._redis = connect(url, REDIS_CONNECTIONS)
-        self._take, self._settle, self._renew = (
-            self._redis.register_script(read_script(__file__, f"budget_{name}.lua"))
-            for name in ("reserve", "settle", "renew")
-        )
-
-    async def reserve(self, hold: Hold) -> Reserved:
-        most = {(a.id, limit[0], limit[1]): limit.amount * hold.times for a in hold.accounts for limit in a.limits}
-        limits = [most.get((account.id, span, unit), -1) for account in hold.accounts for span, unit in _ORDER]
-        args = [hold.id, *hold.reserved, *hold.periods, LEASE_S, *limits]
-        denied, *told = await self._take(keys=_names(hold), args=args)
-        pairs = zip(map(int, told[::2]), map(int, told[1::2]), strict=True)
-        used = {place: Cost(*pair) for place, pair in zip(hold.places, pairs, strict=True)}
-        if not denied:
-            return Reserved(used, None)
-        account, which = hold.accounts[(denied - 1) // 4], _ORDER[(denied - 1) % 4]
-        return Reserved(used, next((account, limit) for limit in account.limits if limit[:2] == which))
-
-    async def settle(self, hold: Hold, cost: Cost) -> None:
-        await self._settle(keys=_names(hold), args=[hold.id, *cost, SETTLED_KEPT_S, SPENT_KEPT_S])
-
-    async def renew(self, holds: Iterable[Hold]) -> None:
-        ids: dict[str, list[str]] = defaultdict(list)
-        for hold in holds:
-            for account in hold.accounts:
-                ids[account.id].append(hold.id)
-        for name, held in ids.items():
-            await self._renew(keys=[_name("ends", name)], args=[LEASE_S, *held])
-
-    async def used(self, accounts: Iterable[str], periods: Periods) -> Used:
-        used = Used()
-        for account in accounts:
-            used |= (await self.reserve(Hold("", (Account(account, "", ()),), periods, FREE))).used
-        return used
-
-    async def aclose(self) -> None:
-        await self._redis.aclose()
-
-
-def _name(*parts: str) -> str:
-    """Return the name of a key in Redis; the braces keep all on one node of a cluster."""
-    return ":".join(("qarr", "{budgets}", *parts))
-
-
-def _names(hold: Hold) -> list[str]:
-    found = [_name("settled", hold.id)]
-    for account in hold.accounts:
-        found += [_name("spent", account.id, period) for period in hold.periods]
-        found += [_name("held", account.id), _name("ends", account.id)]
-    return found
-
-
 BudgetLedger = MemoryLedger | SqliteLedger | RedisLedger
 
 
 def ledger_of(settings: Settings, database: Database) -> BudgetLedger:
     """Return where budgets are counted: in Redis if routers share one, else in the file."""
     redis_url = settings.state.redis_url.get_secret_value()
-    return RedisLedger(redis_url) if redis_url else SqliteLedger(database)
+    return RedisLedger(redis_url, database) if redis_url else SqliteLedger(database)

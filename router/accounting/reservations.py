@@ -1,14 +1,16 @@
 """Reserves the most that each request may cost from budgets, and settles with what it used.
 
-While the ledger cannot be reached, this process counts alone, on top of what it last knew to be used; a budget of which it
-knows nothing allows no request, unless the settings say otherwise. What requests cost meanwhile is settled once the ledger
-answers again. A settlement that may have arrived is repeated: only the first counts.
+While the ledger cannot be reached, or has lost what other routers have not told it again yet, this process counts alone, on
+top of what it last knew to be used; a budget of which it knows nothing allows no request, unless the settings say otherwise.
+What requests cost meanwhile is settled once the ledger answers again. A settlement that may have arrived is repeated: only
+the first counts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import sqlite3
 import time
@@ -18,10 +20,11 @@ from functools import partial
 
 from router.accounting.budgets import BudgetUnknownError, Hold, NoPriceError, OverBudgetError, Reserved, Used, periods
 from router.accounting.ledgers import BudgetLedger, MemoryLedger
+from router.accounting.redis_ledger import RedisLedger
 from router.accounting.settings import BudgetSettings
 from router.aio import Finishing, end_tasks
 from router.auth.api_keys import Account
-from router.redis_link import UNAVAILABLE, outage
+from router.redis_link import UNAVAILABLE, RedisState, outage
 from router.telemetry.record import FREE, Cost
 from tiers.background import Faults
 
@@ -59,12 +62,26 @@ class Reservations:
         self._known: Used = {}
         self._open: dict[str, Hold] = {}
         self._owed: dict[str, tuple[Hold, Cost]] = {}
+        self._renewed_at = -math.inf
         self._work = Finishing()
         self._keeper: asyncio.Task[None] | None = None
 
     @property
+    def redis(self) -> RedisState | None:
+        """Return whether Redis counts budgets; None: something else does."""
+        return self.ledger.link.state if isinstance(self.ledger, RedisLedger) else None
+
+    @property
+    def restored(self) -> int:
+        """Return how many accounts' periods the ledger had lost and got back."""
+        return self.ledger.restored if isinstance(self.ledger, RedisLedger) else 0
+
+    @property
     def notes(self) -> list[str]:
-        return [] if self._alone is None else [f"{self.ledger.place}, which counts budgets, cannot be used"]
+        """Return what an operator should know of the ledger; of Redis its own state tells it."""
+        if self._alone is None or self.redis is not None:
+            return []
+        return [f"{self.ledger.place}, which counts budgets, cannot be used"]
 
     async def enter(self, accounts: tuple[Account, ...], asked: Cost, times: int = 1) -> Reservation:
         """Reserve what a request may cost at most, in all accounts or in none; budgets count ``times`` times.
@@ -147,31 +164,47 @@ class Reservations:
 
     def _lose(self, error: BaseException) -> None:
         self._back = False
+        if self.redis is not None:
+            self.redis.fail(error)
         if self._alone is None:
             self._alone = MemoryLedger(self._known)
             log.warning("the ledger of budgets cannot be reached (%s): this router counts alone", outage(error))
 
     async def _keep(self) -> None:
         """Renew reservations, and try the ledger while it does not answer; until cancelled."""
-        faults, renewed = Faults(repeats=False), 0.0
+        faults = Faults(repeats=False)
         while True:
             await asyncio.sleep(RETRY_S)
             try:
-                if self._alone is not None or time.monotonic() - renewed >= RENEW_S:
-                    await self.ledger.renew(list(self._open.values()))
-                    renewed = time.monotonic()
-                if self._alone is not None:
-                    self._back = True
-                    await self._pay()
-                    self._alone, self._back = None, False
-                    log.info("the ledger of budgets answers again")
+                await self._look_after()
             except LOST as error:
                 self._lose(error)
             except Exception as error:  # noqa: BLE001  whatever it is, reservations must still be renewed
                 faults.log(error, "reservations of budgets could not be renewed; trying again")
 
+    async def _look_after(self) -> None:
+        is_complete = await self.ledger.is_complete(periods(self._now()))
+        if not is_complete and self._alone is None:
+            self._alone = MemoryLedger(self._known)
+            place = self.ledger.place
+            log.warning("%s has lost what budgets have used: this router counts alone until each has told it", place)
+        is_alone = self._alone is not None
+        if is_alone or time.monotonic() - self._renewed_at >= RENEW_S:
+            # While this router counts alone, nothing is settled there: no reservation that is restored is over.
+            await self.ledger.renew(list(self._open.values()), restore=is_alone)
+            self._renewed_at = time.monotonic()
+        if is_alone and is_complete:
+            self._back = True
+            await self._pay()
+            self._alone, self._back = None, False
+            if self.redis is not None:
+                self.redis.recover()
+            log.info("the ledger of budgets answers again")
+        await self.ledger.tidy()
+
     async def _pay(self) -> None:
         """Settle what could not be settled; what is settled meanwhile settles itself."""
         for hold, cost in list(self._owed.values()):
-            await self.ledger.settle(hold, cost)
-            self._owed.pop(hold.id, None)
+            if hold.id in self._owed:
+                await self.ledger.settle(hold, cost)
+                self._owed.pop(hold.id, None)

@@ -25,7 +25,8 @@ class StateSettings(Section):
 
     redis_url: Annotated[SecretStr, AfterValidator(_redis_address)] = Field(
         SecretStr(""),
-        description="Redis, for routers that share quotas and load; empty: each router counts for itself.",
+        description="Redis or a Redis Cluster, for routers that share quotas, budgets and load; empty: each router counts "
+        "for itself.",
     )
 
 
@@ -40,8 +41,8 @@ class BudgetSettings(Section, reloads=frozenset({"replica_hour", "currency", "wh
     currency: str = Field("USD", max_length=16, description="Currency of `budgets.replica_hour`, for display.")
     file: Path = Field(
         default_factory=lambda: state_dir() / "usage.sqlite",
-        description="File of usage by day, key, team and tier; without `state.redis_url` also of what budgets have used. "
-        "Routers of one machine may share it.",
+        description="File of usage by day, key, team and tier, and of what budgets have used; with `state.redis_url` a copy "
+        "of that, by which it outlives Redis. Routers of one machine may share it.",
     )
     while_unknown: Literal["refuse", "serve"] = Field(
         "refuse",

@@ -8,3 +8,5 @@ CREATE TABLE IF NOT EXISTS usage (
   day TEXT, key TEXT, team TEXT, tier TEXT, requests INTEGER, prompt_tokens INTEGER, cached_tokens INTEGER,
   output_tokens INTEGER, engine_us INTEGER, money_u INTEGER, highest_engine_us INTEGER, highest_money_u INTEGER,
   PRIMARY KEY (day, key, team, tier)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS ledger_copy (
+  account TEXT, period TEXT, ledger TEXT, engine_us INTEGER, money_u INTEGER, PRIMARY KEY (account, period)) WITHOUT ROWID;

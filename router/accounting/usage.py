@@ -19,6 +19,7 @@ from router.accounting.budgets import periods, renews_at
 from router.accounting.charging import Charging
 from router.accounting.database import Database
 from router.accounting.ledgers import BudgetLedger
+from router.aio import Finishing
 from router.auth.api_keys import MICRO, Caller
 from router.telemetry.record import RequestRecord, TierUsage
 from tiers.background import Faults
@@ -61,6 +62,7 @@ class UsageLog:
         self._records: deque[RequestRecord] = deque()
         self._unwritten: dict[Row, Use] = defaultdict(Use)
         self._removed = ""  # the day on which old days were last removed
+        self._writing = Finishing()
         self.observers: list[Callable[[Row, Use], None]] = []
 
     def offer(self, record: RequestRecord) -> None:
@@ -69,34 +71,46 @@ class UsageLog:
 
     async def run(self) -> None:
         faults = Faults(repeats=False)
-        try:
-            while True:
-                await asyncio.sleep(WRITE_S)
-                try:
-                    await self.write()
-                except (OSError, sqlite3.Error) as error:
-                    faults.log(error, "usage could not be written; trying again")
-        finally:
+        while True:
+            await asyncio.sleep(WRITE_S)
             try:
-                await asyncio.shield(asyncio.ensure_future(self.write()))
+                await self.write()
             except (OSError, sqlite3.Error) as error:
-                log.error("the last usage could not be written: %s", error)  # noqa: TRY400  the text says enough
+                faults.log(error, "usage could not be written; trying again")
+
+    async def aclose(self) -> None:
+        """Write what has been counted since the last write. Call it when no request can end any more."""
+        await self._writing.aclose()
+        try:
+            await self.write()
+        except (OSError, sqlite3.Error) as error:
+            log.error("the last usage could not be written: %s", error)  # noqa: TRY400  the text says enough
 
     async def write(self) -> None:
-        """Write what has been counted, and once a day remove old days. ``OSError``, ``sqlite3.Error``: it is kept."""
+        """Write what has been counted, and once a day remove old days. ``OSError``, ``sqlite3.Error``: it is kept.
+
+        A write that has begun is finished even if the caller is cancelled: if it fails, its counts must be kept.
+        """
+        fault = await self._writing.finish(self._write())
+        if fault is not None:
+            raise fault
+
+    async def _write(self) -> OSError | sqlite3.Error | None:
+        """Write what has been counted; return why it could not be written."""
         await self._count()
         if not self._unwritten:
-            return
+            return None
         rows, self._unwritten = self._unwritten, defaultdict(Use)
         now = self._now()
         oldest = periods(now - KEEP_DAYS * 86_400).day if self._removed != periods(now).day else ""
         try:
             await self._database.change(partial(_add, rows, oldest))
-        except (OSError, sqlite3.Error):
+        except (OSError, sqlite3.Error) as error:
             for row, use in rows.items():
                 self._unwritten[row] = self._unwritten[row].plus(use)
-            raise
+            return error
         self._removed = periods(now).day
+        return None
 
     async def _count(self) -> None:
         """Add up the records that have come, a few at a time: requests go on between them."""

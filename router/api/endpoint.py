@@ -107,7 +107,7 @@ class Answering:
         decision = await pipeline.decide(call)
         out: Responder = scope[OUT]
         if call.streamed and server.silence_s:  # whose head says nothing of who answers
-            out.await_first(server.silence_s, lambda: start_message(context.headers, EVENT_STREAM, STREAM_HEADERS))
+            out.break_silences(server.silence_s, lambda: start_message(context.headers, EVENT_STREAM, STREAM_HEADERS))
         if call.resumable:
             make = partial(self._respond, call, decision)
             if (kept := service.streams.open(context.caller.key_id, make, context.request_id)) is not None:
@@ -175,6 +175,8 @@ def answer_headers(active: ActiveRequest, settings: TelemetrySettings) -> dict[s
         headers["x-qarr-degraded"] = ", ".join(decision.degraded)
     if settings.trace_url and (address := settings.trace_address(active.context.trace_id)):
         headers["x-qarr-trace-url"] = address
+    if answer.ignored:
+        headers["x-qarr-ignored"] = ", ".join(answer.ignored)
     if decision.query.truncated:
         headers["x-qarr-truncated"] = decision.query.truncated
     if checkpoint := answer.attempt.hop.checkpoint:

@@ -194,6 +194,8 @@ def parse(content: bytes, context: RequestContext, service: Service) -> Call:
             priority=priority,
             wants_usage=True,
             chat=messages,
+            asks_token_ids=True,
+            implied=("temperature",) if body.temperature is None else (),
             continuable=Continuable(max_tokens, sampling, priority),
             adapter=body.adapter,
         ),  # streamed, so that an engine that stalls is noticed

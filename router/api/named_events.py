@@ -24,11 +24,11 @@ from router.api.problems import NotStoredError, describe
 from router.api.provider import provider_of, with_provider
 from router.pipeline.registry import ActiveRequest
 from router.pipeline.request import MAX_COUNT, Call, PromptText, RequestContext, chat_part, session_of
-from router.upstream.engine_request import EngineRequest
+from router.upstream.engine_request import EngineRequest, may_be_silent
 from router.upstream.errors import UpstreamError
 from router.upstream.json_object import JsonObject, as_boolean, as_integer
 from router.upstream.named_events import MESSAGE_FORMAT, RESPONSE_FORMAT
-from router.upstream.sse import SEPARATOR, AnswerFormat, Chunk
+from router.upstream.sse import SEPARATOR, AnswerFormat, Chunk, written
 from tiers.prefix_memory import Part
 
 _ASIDE = {"tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"}  # blocks that are no other part
@@ -177,6 +177,7 @@ def _parse(api: _Api, body: bytes, context: RequestContext, service: Service) ->
             streamed=streamed,
             priority=priority,
             counts=False,
+            may_be_silent=may_be_silent(document),
             chat=conversation.chat,
             adapter=choice.adapter,
         ),
@@ -199,10 +200,10 @@ class PassedEvents:
         self._last = self._latest = b""
 
     def feed(self, chunks: Sequence[Chunk]) -> bool:
-        events = [chunk.raw + SEPARATOR for chunk in chunks if not chunk.last]
+        events = [written(chunk.raw) for chunk in chunks if not chunk.last]
         if chunks[-1].last:
             self._last = chunks[-1].raw
-        self._latest = events[-1] if events else self._latest
+        self._latest = next((event for event in reversed(events) if not event.startswith(b":")), self._latest)
         return self._out.feed(events)
 
     def end(self) -> list[bytes]:

@@ -36,7 +36,15 @@ from router.pipeline.request import (
     priority_within,
     session_of,
 )
-from router.upstream.engine_request import DEFAULT_COMPLETION, EngineRequest, continuable_of, messages_in, token_limit
+from router.upstream.engine_request import (
+    DEFAULT_COMPLETION,
+    EngineRequest,
+    continuable_of,
+    may_ask_token_ids,
+    may_be_silent,
+    messages_in,
+    token_limit,
+)
 from router.upstream.json_object import JsonObject, as_boolean, as_integer
 
 # Header → member of the ``qarr`` object; numbers are written as such.
@@ -108,6 +116,8 @@ def parse(path: str, body: bytes, context: RequestContext, service: Service) -> 
             priority=priority,
             wants_usage=isinstance(stream_options, dict) and as_boolean(stream_options.get("include_usage")),
             chat=messages_in(document),
+            asks_token_ids=continuable is not None or (streamed and chat and may_ask_token_ids(document)),
+            may_be_silent=may_be_silent(document),
             continuable=continuable,
             adapter=choice.adapter,
         ),

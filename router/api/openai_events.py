@@ -18,7 +18,7 @@ from router.pipeline.registry import ActiveRequest
 from router.pipeline.request import Call
 from router.upstream.engine_stream import EngineStream
 from router.upstream.json_object import read_json
-from router.upstream.sse import DONE, SEPARATOR, Chunk
+from router.upstream.sse import DONE, SEPARATOR, Chunk, written
 
 # Quotes in a JSON string are escaped, so these stand only where a member of that name does.
 _FINGERPRINT = b'"system_fingerprint"'
@@ -30,18 +30,19 @@ class RelayedEvents:
     What other engines go on with looks as if the first one had sent it.
     """
 
-    __slots__ = ("_answer", "_chat", "_opened", "_out", "_report", "_usage_sent", "_wants_usage")
+    __slots__ = ("_answer", "_chat", "_opened", "_out", "_report", "_takes_ids_out", "_usage_sent", "_wants_usage")
 
     def __init__(self, call: Call, active: ActiveRequest, out: Receiver) -> None:
         assert isinstance(active.answer, EngineStream)
         self._answer, self._report, self._out = active.answer, report_on(call, active), out
         self._chat, self._wants_usage = call.asked.path == CHAT, call.asked.wants_usage
+        self._takes_ids_out = call.asked.asks_token_ids
         self._opened = b""  # the first engine's first event
         self._usage_sent = False
 
     def feed(self, chunks: Sequence[Chunk]) -> bool:
         """Send what came together, but for events that the caller would not have got from the engine."""
-        return self._out.feed([event + SEPARATOR for chunk in chunks if (event := self._event(chunk)) is not None])
+        return self._out.feed([written(event) for chunk in chunks if (event := self._event(chunk)) is not None])
 
     def end(self) -> list[bytes]:
         """Return the end; of an answer that was continued, with a comment that says so, which clients skip."""
@@ -59,7 +60,7 @@ class RelayedEvents:
             }
             empty = {"id": "", "object": kind, "created": 0, "model": "", "choices": []}
             events.append(b"data: " + to_json({**empty, "qarr": report}))
-        return [event + SEPARATOR for event in [*events, DONE]]
+        return [written(event) for event in [*events, DONE]]
 
     def failure(self, error: Exception) -> list[bytes]:
         return [describe(error).event(ErrorForm.OPENAI, {}) + SEPARATOR]
@@ -72,14 +73,14 @@ class RelayedEvents:
             self._usage_sent = self._wants_usage
             if not self._wants_usage:
                 return None
-        if self._answer.continuable:
+        if self._takes_ids_out:
             if not self._opened and raw.startswith(b"data:"):
                 self._opened = raw
             if chunk.token_ids or chunk.prompt_ids:
                 # Only with ids does an engine tell of a token that is not to be seen yet.
                 if chunk.blank and chunk.token_ids and not chunk.finish_reason:
                     return None
-                raw = _without(raw, b'"token_ids":[', b'"prompt_token_ids":[' if chunk.prompt_ids else b"")
+                raw = _without(raw, b'"token_ids"', b'"prompt_token_ids"' if chunk.prompt_ids else b"")
         if chunk.finish_reason is not None and not self._wants_usage and _FINGERPRINT not in raw and raw.endswith(b"}"):
             fingerprint = self._answer.fingerprint
             if fingerprint:
@@ -104,8 +105,11 @@ class RelayedEvents:
 
 
 def _without(event: bytes, *names: bytes) -> bytes:
+    """Write null for lists of ids, by the names of their members; vLLM writes no space after a colon, others do."""
     for name in filter(None, names):
-        head, found, rest = event.partition(name)
-        if found:
-            event = head + name[:-1] + b"null" + rest.partition(b"]")[2]
+        head, member, rest = event.partition(name + b":[")
+        if not member:
+            head, member, rest = event.partition(name + b": [")
+        if member:
+            event = head + member[:-1] + b"null" + rest.partition(b"]")[2]
     return event

@@ -23,7 +23,7 @@ from router.api.resumable import ResumedElsewhereError, StreamGoneError, Unknown
 from router.auth.api_keys import MICRO, BeyondKeyError, IssuerUnreachableError, UnauthorizedError
 from router.auth.quota import OverQuotaError
 from router.pipeline.request import RequestContext
-from router.policy.decision import Decision, Estimate, Refusal, RequestRefusedError
+from router.policy.decision import Decision, Refusal, RequestRefusedError
 from router.policy.render import render_estimates
 from router.reload import ReloadError
 from router.server.errors import (
@@ -44,7 +44,6 @@ from router.upstream.errors import (
     UpstreamError,
 )
 from tiers.errors import NotPossibleError, UnknownReplicaError
-from tiers.spec import ReplicaStatus
 
 log = logging.getLogger(f"qarr.{__name__}")
 MEDIA_TYPE = "application/problem+json"
@@ -155,19 +154,57 @@ def _type(status: int, names: Mapping[int, str], of_server: str) -> str:
     return names.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else of_server)
 
 
-# Status, title, and under ``/v1`` status and code, if OpenAI's differ.
-_REFUSALS: dict[Refusal, tuple[int, str, tuple[int, str] | None]] = {
-    Refusal.TOO_LONG: (422, "The request is too long for the tiers that may serve it", (400, "context_length_exceeded")),
-    Refusal.NOT_READY: (503, "No tier that could serve this is ready", None),
-    Refusal.AT_CAPACITY: (503, "Every tier that could serve this is full", None),
-    Refusal.SLA_UNMET: (503, "No tier can meet the required SLA now", None),
-    Refusal.UNSUPPORTED: (
-        422, "No tier that could serve this supports its parameters", (400, "unsupported_parameter")
+@dataclass(frozen=True, slots=True)
+class _RefusalProblem:
+    """How a refusal is told.
+
+    Attributes:
+        title: Where any tier might have served.
+        title_of_required: Where the request requires one tier.
+        openai: Status and code under ``/v1``, if OpenAI's differ.
+    """
+
+    status: int
+    title: str
+    title_of_required: str
+    openai: tuple[int, str] | None = None
+
+
+_REFUSALS = {
+    Refusal.TOO_LONG: _RefusalProblem(
+        422,
+        "The request is too long for the tiers that may serve it",
+        "The request is too long for the tier that it requires",
+        (400, "context_length_exceeded"),
     ),
-    Refusal.NO_ADAPTER: (422, "No tier that could serve this offers the adapter", (404, "model_not_found")),
-    Refusal.EXCLUDED: (400, "The request excludes every tier that could serve it", None),
-    Refusal.NOT_ALLOWED: (403, "The key does not allow a tier that could serve this", None),
-}  # fmt: skip
+    Refusal.NOT_READY: _RefusalProblem(
+        503, "No tier that could serve this is ready", "The tier that the request requires is not ready"
+    ),
+    Refusal.AT_CAPACITY: _RefusalProblem(
+        503, "Every tier that could serve this is full", "The tier that the request requires is full"
+    ),
+    Refusal.SLA_UNMET: _RefusalProblem(
+        503, "No tier can meet the required SLA now", "The tier that the request requires cannot meet its SLA now"
+    ),
+    Refusal.UNSUPPORTED: _RefusalProblem(
+        422,
+        "No tier that could serve this supports its parameters",
+        "The tier that the request requires does not support its parameters",
+        (400, "unsupported_parameter"),
+    ),
+    Refusal.NO_ADAPTER: _RefusalProblem(
+        422,
+        "No tier that could serve this offers the adapter",
+        "The tier that the request requires does not offer the adapter",
+        (404, "model_not_found"),
+    ),
+    Refusal.EXCLUDED: _RefusalProblem(
+        400, "The request excludes every tier that could serve it", "The request excludes the tier that it requires"
+    ),
+    Refusal.NOT_ALLOWED: _RefusalProblem(
+        403, "The key does not allow a tier that could serve this", "The key does not allow the tier that is required"
+    ),
+}
 
 
 def describe(error: Exception) -> Problem:
@@ -218,7 +255,8 @@ def _over_quota(error: OverQuotaError) -> Problem:
         larger = FieldProblem("max_tokens", str(error), f"prompt and output of at most {error.limit} tokens")
         return Problem(400, "over-token-quota", "The request is larger than the key's quota", str(error), (larger,))
     after_s, openai = max(math.ceil(error.retry_after_s), 1), (429, "rate_limit_exceeded")
-    return Problem(429, "over-quota", "The key's quota is used up", str(error), retry_after_s=after_s, openai=openai)
+    title = "The key's quota has too little left" if error.resource == "tokens" else "The key's quota is used up"
+    return Problem(429, "over-quota", title, str(error), retry_after_s=after_s, openai=openai)
 
 
 def _over_budget(error: OverBudgetError) -> Problem:
@@ -233,31 +271,33 @@ def _over_budget(error: OverBudgetError) -> Problem:
         "used": error.used / MICRO,
         "renews": f"{error.renews:%Y-%m-%dT%H:%M:%SZ}",
     }
-    after_s, title = max(error.retry_after_s, 1), "A budget is used up"
+    after_s = max(error.retry_after_s, 1)
+    title = "A budget has too little left" if error.left else "A budget is used up"
     openai = (429, "insufficient_quota")
     return Problem(429, "over-budget", title, str(error), (), after_s, {"budget": budget}, openai)
 
 
 def _refused(decision: Decision) -> Problem:
     assert decision.refusal is not None
-    status, title, openai = _REFUSALS[decision.refusal]
+    query = decision.query
+    told = _REFUSALS[decision.refusal]
+    title = told.title_of_required if query.require and query.hint is not None else told.title
+    status, openai = told.status, told.openai
     after_s = decision.retry_after_s
     retry = None if after_s is None else min(max(math.ceil(after_s), 1), LONGEST_RETRY_S)
     errors: tuple[FieldProblem, ...] = ()
     if decision.refusal is Refusal.TOO_LONG:
         errors = (_too_long(decision),)
-    elif decision.refusal is Refusal.SLA_UNMET and retry is None:  # asking again does not help
+    elif decision.requires_impossible_bounds:
         status, openai = 422, (400, "sla_unmet")
+        title = title.removesuffix(" now")
         errors = (FieldProblem("sla", decision.reason, "looser bounds, or tier_policy 'prefer'"),)
-    elif decision.query.require and decision.query.hint and all(map(_absent, decision.choice.asked)):
+    elif decision.requires_absent_tier:
         status, openai = 422, (400, "tier_absent")
+        title = "This router does not serve the tier that the request requires"
         errors = (FieldProblem("tier", decision.reason, "a tier that this router serves: see GET /tiers"),)
     kind = decision.refusal.value.replace("_", "-")
     return Problem(status, kind, title, decision.reason, errors, retry, {"tiers": render_estimates(decision)}, openai)
-
-
-def _absent(estimate: Estimate) -> bool:
-    return estimate.state is ReplicaStatus.ABSENT
 
 
 def _too_long(decision: Decision) -> FieldProblem:
@@ -310,7 +350,7 @@ PROBLEMS: dict[type[BaseException], Callable[[Any], Problem]] = {
         422, "engine-refused", "The engine refused the request",
         lambda error: FieldProblem("prompt", error.detail, "what the engine accepts"),
     ),
-    NoSlotError: _plain(503, "at-capacity", _REFUSALS[Refusal.AT_CAPACITY][1], retry_after_s=BUSY_RETRY_S),
+    NoSlotError: _plain(503, "at-capacity", _REFUSALS[Refusal.AT_CAPACITY].title, retry_after_s=BUSY_RETRY_S),
     HTTPException: _http,
     NotAdminError: _plain(403, "not-admin", "This needs an operator's key"),
     UnknownReplicaError: _plain(404, "replica-not-found", "There is no such replica or operation"),

@@ -9,7 +9,17 @@ from collections.abc import Mapping
 from datetime import UTC
 from pathlib import Path
 
-from router.auth.api_keys import ANONYMOUS, Caller, KeysError, TeamRecord, UnauthorizedError, hash_key, read_key_file
+from router.auth.api_keys import (
+    ANONYMOUS,
+    Caller,
+    KeysError,
+    TeamRecord,
+    UnauthorizedError,
+    hash_key,
+    parse_key_file,
+    read_content,
+    version_of,
+)
 from router.auth.tokens import MOST_TOKEN_CHARS, Tokens
 from router.settings import Settings
 
@@ -21,14 +31,27 @@ LOOK_S = 1.0  # between two looks at whether the issuer's keys must be read agai
 class KeyStore:
     """The keys and teams of one file, and the tokens of an issuer, if there is one.
 
-    Requests need one as soon as there is an issuer or the file exists, even when all its keys are revoked. A file that
-    exists and cannot be used raises ``KeysError``.
+    Requests need one as soon as there is an issuer or the file exists, even when all its keys are revoked, unless the
+    file says that they need none ('qarr keys off'). A file that exists and cannot be used raises ``KeysError``.
+
+    Args:
+        path: Of the key file.
+        tokens: Of the issuer; None: there is none.
+        allow_keyless: Whether the router may serve everyone on an address that others reach.
+
+    Attributes:
+        version: Tells the content of the key file that is in force from others; None: there is no file.
+        reached_by_others: Whether the router serves an address that is not loopback.
     """
 
-    def __init__(self, path: Path, tokens: Tokens | None = None) -> None:
+    def __init__(self, path: Path, tokens: Tokens | None = None, *, allow_keyless: bool = False) -> None:
         self.path, self.tokens = path, tokens
+        self._allow_keyless = allow_keyless
+        self.reached_by_others = False
         self._callers: dict[str, Caller] = {}  # by their keys' hashes
         self.teams: Mapping[str, TeamRecord] = {}
+        self.version: str | None = None
+        self._file_requires = False
         self._seen: tuple[int, int, int] | None = None
         self._next_look, self._fault = 0.0, ""  # why the key file cannot be used
         self._load()
@@ -36,6 +59,9 @@ class KeyStore:
     def use(self, other: KeyStore) -> None:
         """Take file, keys and issuer of another store. The same issuer's keys stay as they are."""
         self.path, self._callers, self.teams, self._seen = other.path, other._callers, other.teams, other._seen
+        self.version = other.version
+        self._file_requires = other._file_requires
+        self._allow_keyless = other._allow_keyless
         self._next_look = 0.0
         if other.tokens is None or self.tokens is None or other.tokens.settings != self.tokens.settings:
             self.tokens = other.tokens
@@ -49,7 +75,11 @@ class KeyStore:
     def required(self) -> bool:
         if time.monotonic() >= self._next_look:
             self._refresh()
-        return self._seen is not None or self.tokens is not None
+        return self._file_requires or self.tokens is not None
+
+    @property
+    def may_be_keyless(self) -> bool:
+        return self._allow_keyless or not self.reached_by_others
 
     @property
     def notes(self) -> list[str]:
@@ -118,12 +148,28 @@ class KeyStore:
 
     def _load(self) -> None:
         state = _state_of(self.path)
-        if state is None and self._seen is not None:
-            raise KeysError(f"the key file {self.path} is gone")
-        if state is not None:
-            file = read_key_file(self.path)
-            self._callers, self.teams = file.callers(), file.by_name
+        content = None if state is None else read_content(self.path)
+        if content is not None:
+            self._take(content)
+        elif self._file_requires:
+            raise KeysError(f"the key file {self.path} is gone: put it back, or serve without keys ('qarr keys off')")
+        else:
+            state = None
+            self.version = None
         self._seen = state
+
+    def _take(self, content: bytes) -> None:
+        """Put a content of the key file in force."""
+        file = parse_key_file(content, self.path)
+        if file.is_off and self.tokens is None and not self.may_be_keyless:
+            raise KeysError(
+                f"the key file {self.path} says that requests need no key, but others than this machine reach this "
+                f"router: set auth.allow_keyless = true to serve everyone"
+            )
+        self._callers = file.callers()
+        self.teams = file.by_name
+        self._file_requires = not file.is_off
+        self.version = version_of(content)
 
 
 def _state_of(path: Path) -> tuple[int, int, int] | None:
@@ -138,4 +184,5 @@ def _state_of(path: Path) -> tuple[int, int, int] | None:
 
 def open_access(settings: Settings) -> KeyStore:
     """Return who may use the router; ``KeysError``: the key file, or a file of the issuer's keys, cannot be used."""
-    return KeyStore(settings.auth.keys_file, Tokens(settings.jwt) if settings.jwt.issuer else None)
+    tokens = Tokens(settings.jwt, ca=settings.tls.ca) if settings.jwt.issuer else None
+    return KeyStore(settings.auth.keys_file, tokens, allow_keyless=settings.auth.allow_keyless)

@@ -5,11 +5,9 @@ A key has 256 random bits: it cannot be guessed, so one SHA-256 is enough.
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import hashlib
-import os
 import secrets
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,9 +19,11 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from router.policy.decision import Priority
 from router.policy.profiles import first_fault
+from tiers.shared_file import OwnerError, locked, real_path, replace_content
 from tiers.spec import TierName
 
 PREFIX = "qarr-"
+VERSION_DIGITS = 16  # of the digest of a key file
 MICRO = 1_000_000  # amounts of budgets are millionths of an engine-second and of the currency
 Span = Literal["day", "month"]
 Unit = Literal["engine_us", "money_u"]
@@ -198,6 +198,11 @@ class KeyFile(BaseModel):
     version: Literal[1] = 1
     keys: tuple[KeyRecord, ...] = ()
     teams: tuple[TeamRecord, ...] | None = None  # None is not written: routers of older releases read the file
+    required: bool | None = None  # whether requests need a key; None: they do, and it is not written
+
+    @property
+    def is_off(self) -> bool:
+        return self.required is False
 
     @property
     def by_name(self) -> dict[str, TeamRecord]:
@@ -224,32 +229,78 @@ def read_key_file(path: Path) -> KeyFile:
 
     ``KeysError``: the file cannot be read, or is no key file.
     """
+    content = read_content(path)
+    return KeyFile() if content is None else parse_key_file(content, path)
+
+
+def read_content(path: Path) -> bytes | None:
+    """Return a key file's bytes; None: there is no such file. ``KeysError``: it cannot be read."""
     try:
-        return KeyFile.model_validate_json(path.read_bytes())
+        return path.read_bytes()
     except FileNotFoundError:
-        return KeyFile()
+        return None
     except OSError as error:
         raise KeysError(f"the key file {path} cannot be read: {error.strerror}") from error
+
+
+def parse_key_file(content: bytes, path: Path) -> KeyFile:
+    """Return the keys and teams of a file's bytes; ``KeysError``: it is no key file."""
+    try:
+        return KeyFile.model_validate_json(content)
     except ValidationError as error:
         raise KeysError(f"the key file {path} is not valid: {first_fault(error)}") from None
+
+
+def version_of(content: bytes) -> str:
+    """Return what tells one content of the key file from another, and tells nothing of its keys."""
+    return hashlib.sha256(content).hexdigest()[:VERSION_DIGITS]
 
 
 def add_key(path: Path, name: str, **rights: object) -> tuple[str, KeyRecord]:
     """Make a key with rights (fields of ``KeyRecord``), and add it to the file; a missing file is made.
 
-    Return the key, which is stored nowhere, and its record. ``KeysError``: the name is taken, a right is not valid, or the
-    file cannot be used.
+    Return the key, which is stored nowhere, and its record. ``KeysError``: the name is taken, the name or a right is not
+    valid, or the file cannot be used.
     """
     key = PREFIX + secrets.token_urlsafe(32)
     fields = {"id": secrets.token_hex(4), "name": name, "sha256": hash_key(key), "created": datetime.now(UTC)}
     record = _valid(KeyRecord, {**fields, **rights})
+    _check_name(name)
     with _changing(path) as file:
         if any(k.name == name and k.revoked is None for k in file.keys):
             raise KeysError(f"there is a key named {name!r} already: revoke it first, or take another name")
+        if any(k.id == name for k in file.keys):
+            raise KeysError(
+                f"{name!r} is the id of another key, and 'qarr keys revoke' takes either: take another name"
+            )
         if record.team is not None and record.team not in file.by_name:
             raise KeysError(f"there is no team {record.team!r}: make it with 'qarr keys team {record.team}'")
         file.keys += (record,)
     return key, record
+
+
+def _check_name(name: str) -> None:
+    """Refuse a name that does not look in lists and logs like what it is.
+
+    Files of earlier releases may have such names, so it is not checked when a file is read.
+    """
+    if not name.isprintable() or name != name.strip():
+        raise KeysError(
+            f"name: {name!r} has control characters, or spaces at an end; printable characters, and spaces between "
+            f"them, are allowed"
+        )
+
+
+def switch_keys(path: Path, *, on: bool) -> KeyFile:
+    """Say in the file whether requests need a key, and return it; its keys stay. A missing file is made.
+
+    ``KeysError``: there is no key in force that requests could carry (``on``), or the file cannot be used.
+    """
+    with _changing(path) as file:
+        if on and not any(key.revoked is None for key in file.keys):
+            raise KeysError(f"{path} has no key in force: make one first with 'qarr keys add NAME'")
+        file.required = None if on else False
+    return file
 
 
 def set_team(path: Path, name: str, **budget: float | None) -> TeamRecord:
@@ -280,19 +331,27 @@ def _valid(kind: type[Record], fields: dict[str, object]) -> Record:
 
 @contextmanager
 def _changing(path: Path) -> Iterator[KeyFile]:
-    """Replace the file atomically by what it is made: a reader sees the old one or the new one, its owner alone."""
+    """Replace the file by what it is changed to: a reader sees the old one or the new one.
+
+    A symbolic link stays one, and its target is replaced. Owner, group and mode stay; only its owner reads a new file.
+    """
+    real = real_path(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with path.with_name(path.name + ".lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            keys = read_key_file(path)
+        with locked(real):
+            keys = read_key_file(real)
             yield keys
-            handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-            with os.fdopen(handle, "w") as file:
-                file.write(keys.model_dump_json(indent=2, exclude_none=True))
-                file.flush()
-                os.fsync(file.fileno())
-            Path(name).replace(path)
+            replace_content(real, keys.model_dump_json(indent=2, exclude_none=True).encode())
     except OSError as error:
-        then = f"let this user write to {path.parent}, or set auth.keys_file to a file in another folder"
-        raise KeysError(f"the key file {path} cannot be written: {error.strerror}; {then}") from error
+        raise KeysError(f"the key file {path} cannot be written: {_advice(error, real)}") from error
+
+
+def _advice(error: OSError, real: Path) -> str:
+    """Return what is in the way of a change of the key file, and what to do about it."""
+    said = str(error.strerror)
+    if isinstance(error, OwnerError):
+        return said
+    if error.filename is not None and Path(error.filename) != real:
+        said += f" ({error.filename})"
+    if error.errno == errno.EROFS:
+        return f"{said}; mount its folder, not the file alone, and so that it can be written"
+    return f"{said}; let this user write to {real.parent}, or set auth.keys_file to a file in another folder"

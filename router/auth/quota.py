@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from router.aio import Finishing, end_tasks
 from router.auth.api_keys import Caller, Quota
-from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, RedisClock, connect, outage, read_script
+from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, RedisLink, RedisState, RedisUse, Script, outage
 from tiers.background import Faults
 
 log = logging.getLogger(f"qarr.{__name__}")
@@ -30,6 +30,7 @@ LEASE_S = 180  # after which the slot of a dead router is free again
 RENEW_S = 60
 REDIS_CONNECTIONS = 8
 REDIS_RETRY_S = 1  # between tries after a failure
+LEDGER_NAME = "qarr:{quotas}:ledger"
 LATE = "late"  # Redis' answer to a take after its deadline
 Resource = Literal["requests", "tokens", "concurrent"]
 _LIMITS: dict[Resource, tuple[str, str]] = {  # of a quota: the name, and the unit for people
@@ -40,11 +41,18 @@ _LIMITS: dict[Resource, tuple[str, str]] = {  # of a quota: the name, and the un
 
 
 class OverQuotaError(Exception):
-    """A key's quota is used up; ``retry_after_s`` None: the request is larger than the quota itself."""
+    """A key's quota has too little left; ``retry_after_s`` None: the request is larger than the quota itself.
+
+    ``asked``: tokens that the request may need.
+    """
 
     def __init__(self, resource: Resource, limit: int, asked: int, retry_after_s: float | None) -> None:
         text = f"this key allows {limit} {_LIMITS[resource][1]}"
-        super().__init__(f"{text}; this request alone needs {asked}" if retry_after_s is None else text)
+        if retry_after_s is None:
+            text += f"; this request alone needs {asked}"
+        elif resource == "tokens":
+            text += f"; this request may need {asked}, which is more than is left now"
+        super().__init__(text)
         self.resource, self.limit, self.retry_after_s = resource, limit, retry_after_s
 
 
@@ -88,13 +96,19 @@ class Quotas:
     def __init__(self, redis_url: str = "", now: Callable[[], float] = time.monotonic) -> None:
         self._local = LocalLedger(now)
         self._shared = RedisLedger(redis_url) if redis_url else None
-        self._lost = False
+        self._lost = False  # whether this process counts alone
+        self._name = ""  # of what is in Redis; another one: Redis has lost it; empty: it was not asked yet
         self._open: dict[str, str] = {}  # key ids, by the slots that they hold in Redis
         self._refunds: dict[str, Refund] = {}
         self._timeouts: set[asyncio.Timeout] = set()
         self._work = Finishing()
         self._keeper: asyncio.Task[None] | None = None
         self._renew_at = 0.0
+
+    @property
+    def redis(self) -> RedisState | None:
+        """Return whether Redis counts quotas; None: there is none."""
+        return None if self._shared is None else self._shared.link.state
 
     async def enter(self, caller: Caller, tokens: int, headers: dict[str, str]) -> QuotaGrant | None:
         """Admit a request, or raise ``OverQuotaError``; None for a caller without limits.
@@ -143,12 +157,14 @@ class Quotas:
             async with asyncio.timeout(REDIS_TIMEOUT_S) as timeout:
                 self._timeouts.add(timeout)
                 try:
+                    if not self._name:
+                        self._name, _ = await shared.link.name_of(LEDGER_NAME)
                     return await shared.acquire(asked.key_id, quota, asked.tokens, asked.slot)
                 finally:
                     self._timeouts.discard(timeout)
         except UNAVAILABLE as error:
             self._refunds[asked.slot] = asked._replace(due=due)
-            self._lose(error)
+            self._lose(shared, error)
             return None
 
     async def _undo(self, shared: RedisLedger, asked: Refund, state: QuotaState | None) -> None:
@@ -161,17 +177,18 @@ class Quotas:
             try:
                 await self._refund(shared, unused)
             except UNAVAILABLE as error:
-                self._lose(error)
+                self._lose(shared, error)
 
     async def _refund(self, shared: RedisLedger, unused: Refund) -> None:
         async with asyncio.timeout(REDIS_TIMEOUT_S):
             await shared.give_back(unused)
         self._refunds.pop(unused.slot, None)
 
-    def _lose(self, error: BaseException) -> None:
+    def _lose(self, shared: RedisLedger, error: BaseException) -> None:
+        shared.link.state.fail(error)
         if not self._lost:
-            self._lost = True
             log.warning("Redis does not serve (%s): quotas are counted by this router alone", outage(error))
+        self._lost = True
         for timeout in self._timeouts:
             if not timeout.expired():
                 timeout.reschedule(asyncio.get_running_loop().time())
@@ -183,17 +200,25 @@ class Quotas:
             try:
                 await self._look_after(shared)
             except UNAVAILABLE as error:
-                self._lose(error)
+                self._lose(shared, error)
             except Exception as error:  # noqa: BLE001  whatever it is, slots must still be renewed
                 faults.log(error, "slots could not be renewed in Redis; trying again")
 
     async def _look_after(self, shared: RedisLedger) -> None:
+        name, _ = await shared.link.name_of(LEDGER_NAME)
+        if self._name and name != self._name:
+            self._lost = True  # until what is open is held there again
+            log.warning("Redis has lost what quotas have used: it begins anew")
+        self._name = name
         if self._lost:
-            await shared.try_out()
-        for unused in [unused for unused in self._refunds.values() if unused.due <= time.monotonic()]:
-            await self._refund(shared, unused)
+            # Nothing is given back there meanwhile, so no slot that is restored is over.
+            await shared.renew(self._open, restore=True)
+        while due := [unused for unused in self._refunds.values() if unused.due <= time.monotonic()]:
+            for unused in due:
+                await self._refund(shared, unused)
         if self._lost:
             self._lost, self._renew_at = False, 0.0
+            shared.link.state.recover()
             log.info("Redis serves again: quotas are counted there")
         if time.monotonic() >= self._renew_at:
             await shared.renew(self._open)
@@ -269,20 +294,19 @@ class RedisLedger:
     """Counts in Redis, for several routers at once. Every change is one script, which Redis runs atomically."""
 
     def __init__(self, url: str) -> None:
-        self._redis = connect(url, REDIS_CONNECTIONS)
-        self._clock = RedisClock()
-        self._take = self._redis.register_script(read_script(__file__, "quota_take.lua"))
-        self._give_back = self._redis.register_script(read_script(__file__, "quota_give_back.lua"))
+        self.link = RedisLink(url, RedisUse.QUOTAS, REDIS_CONNECTIONS)
+        self._take, self._give_back, self._renew = (
+            Script.read(__file__, f"quota_{name}.lua") for name in ("take", "give_back", "renew")
+        )
 
     async def acquire(self, key_id: str, quota: Quota, tokens: int, slot: str) -> QuotaState:
-        due = time.monotonic() + REDIS_TIMEOUT_S
+        due, names = time.monotonic() + REDIS_TIMEOUT_S, _names(key_id)
         numbers = [-1 if limit is None else limit for limit in quota]
         for _ in range(2):  # where Redis' clock was set ahead, the second try knows it
-            until = await self._clock.when(self._redis, due)
-            denied, requests, used, wait, second, shown = await self._take(
-                keys=_names(key_id), args=[*numbers, tokens, slot, WINDOW_S, LEASE_S, until]
-            )
-            self._clock.learn(float(shown))
+            until = await self.link.time_at(due, names[0])
+            args = [*numbers, tokens, slot, WINDOW_S, LEASE_S, until]
+            denied, requests, used, wait, second, shown = await self.link.run(self._take, names, args)
+            self.link.learn_time(float(shown), names[0])
             if denied != LATE:
                 return QuotaState(denied or None, requests, used, float(wait), second)
         raise TimeoutError
@@ -290,24 +314,19 @@ class RedisLedger:
     async def give_back(self, unused: Refund) -> None:
         second = "" if unused.second is None else unused.second
         numbers = [second, unused.requests, unused.tokens, unused.slot, WINDOW_S + 2, LEASE_S]
-        await self._give_back(keys=_names(unused.key_id), args=numbers)
+        await self.link.run(self._give_back, _names(unused.key_id), numbers)
 
-    async def renew(self, slots: Mapping[str, str]) -> None:
-        seconds, microseconds = await self._redis.time()
-        until = seconds + microseconds / 1e6 + LEASE_S
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for key_id in set(slots.values()):
-                _, name = _names(key_id)
-                pipe.zadd(name, {slot: until for slot, owner in slots.items() if owner == key_id}, xx=True)
-                pipe.expire(name, LEASE_S)
-            await pipe.execute()
-
-    async def try_out(self) -> None:
-        """Write something, as counting does: a Redis may answer and yet refuse writes."""
-        await self._redis.set("qarr:tried", "", px=1000)
+    async def renew(self, slots: Mapping[str, str], *, restore: bool = False) -> None:
+        """Let slots (with the ids of their keys) be held for another lease; ``restore``: also those that Redis has lost."""
+        held: dict[str, list[str]] = defaultdict(list)
+        for slot, key_id in slots.items():
+            held[key_id].append(slot)
+        for key_id, of_key in held.items():
+            _, name = _names(key_id)
+            await self.link.run(self._renew, [name], [LEASE_S, "restore" if restore else "", *of_key])
 
     async def aclose(self) -> None:
-        await self._redis.aclose()
+        await self.link.aclose()
 
 
 def _names(key_id: str) -> list[str]:

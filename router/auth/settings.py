@@ -18,7 +18,7 @@ class AuthSettings(Section, reloads=AllBut()):
 
     keys_file: Path = Field(
         default_factory=lambda: config_dir() / "keys.json",
-        description="File of the keys, kept as hashes. Once it exists, requests need a key.",
+        description="File of the keys, kept as hashes. Once it exists, requests need a key, until `qarr keys off`.",
     )
     allow_keyless: bool = Field(
         False, description="Serve without keys to everyone who reaches an address that is not loopback."

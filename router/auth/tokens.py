@@ -35,6 +35,8 @@ from router.auth.api_keys import (
 )
 from router.auth.settings import JwtSettings
 from router.policy.profiles import first_fault
+from tiers.errors import TrustError
+from tiers.trust import client_context, tls_fault
 
 log = logging.getLogger(f"qarr.{__name__}")
 AGAIN_S = 10.0  # least time between two fetches
@@ -66,11 +68,14 @@ class IssuerError(KeysError):
 class Tokens:
     """Checks the tokens of one issuer, by a monotonic clock. One event loop owns it.
 
+    ``ca`` names authorities by which the issuer's certificate is trusted besides the system's.
     Keys in a file that cannot be used raise ``KeysError``.
     """
 
-    def __init__(self, settings: JwtSettings, now: Callable[[], float] = time.monotonic) -> None:
-        self.settings, self._now = settings, now
+    def __init__(
+        self, settings: JwtSettings, now: Callable[[], float] = time.monotonic, *, ca: Path | None = None
+    ) -> None:
+        self.settings, self._now, self._ca = settings, now, ca
         self._url = settings.jwks if "://" in settings.jwks else None
         self._document: bytes | None = None  # that the keys are from
         self._signers: dict[str | None, Signer] = {}
@@ -136,7 +141,7 @@ class Tokens:
                 self._take(await asyncio.to_thread(self._read_file))
             else:
                 async with asyncio.timeout(FETCH_S):
-                    self._take(await fetch(self._url))
+                    self._take(await fetch(self._url, self._ca))
         except (IssuerError, TimeoutError) as error:
             text = str(error) or f"jwt.jwks: {self._url} does not answer within {FETCH_S:g} s"
             if text != self.fault:
@@ -237,17 +242,24 @@ def parse(document: bytes, source: str) -> dict[str | None, Signer]:
     return found
 
 
-async def fetch(url: str) -> bytes:
+async def fetch(url: str, ca: Path | None = None) -> bytes:
     """Return what an issuer publishes; ``IssuerError``: it does not answer as it should."""
     data = b""
     try:
-        async with httpx.AsyncClient(timeout=FETCH_S, trust_env=False) as client, client.stream("GET", url) as answer:
+        verify = client_context(ca)
+        async with (
+            httpx.AsyncClient(timeout=FETCH_S, trust_env=False, verify=verify) as client,
+            client.stream("GET", url) as answer,
+        ):
             if answer.status_code != httpx.codes.OK:
                 raise IssuerError(f"{url} answers HTTP {answer.status_code}")
             async for part in answer.aiter_bytes():
                 data += part
                 if len(data) > MOST_BYTES:
                     raise IssuerError(f"{url} answers with more than {MOST_BYTES} bytes")
+    except TrustError as error:
+        raise IssuerError(f"{url} cannot be asked: {error}") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise IssuerError(f"{url} does not answer ({type(error).__name__})") from None
+        why = tls_fault(error) or type(error).__name__
+        raise IssuerError(f"{url} does not answer ({why})") from None
     return data

@@ -17,6 +17,7 @@ from router.cli.common import ConfigOption, err, fail
 from router.deployment.layout import make_counter, named_counter, prepare_options, tier_spec
 from router.policy.decide import decide
 from router.policy.decision import Query
+from router.policy.model_size import parameters_of
 from router.policy.render import render_features
 from router.policy.table import policy_table
 from router.section import SettingsError
@@ -55,7 +56,9 @@ def classify(
         router = None
         err.print(f"{error}", markup=False)
     fleet = idle_fleet(settings)
-    policy = policy_table(settings.policy, [tier.spec for tier in fleet.tiers])
+    specs = [tier.spec for tier in fleet.tiers]
+    parameters = parameters_of(specs, settings.model.name, settings.policy.model_parameters)
+    policy = policy_table(settings.policy, specs, parameters)
 
     def classified(prompt: str) -> dict[str, Any]:
         features = looked_at_again(prompt, extract(prompt, counter), counter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import ssl
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +17,12 @@ from router.cli.common import ConfigOption, err, http_url, plain
 from router.section import SettingsError
 from router.server.settings import TlsSettings
 from router.settings import Settings, load_settings
-from tiers.errors import OperationError
+from tiers.errors import OperationError, TrustError
+from tiers.trust import client_context, tls_fault
 
 TIMEOUT_S = 30.0
 KEY_NEEDED = "the router needs a key: give one with --key or in the variable QARR_KEY"
+NOT_FOUND = {"detail": "Not Found"}  # as vLLM's server has it; a router names the path
 END_OF_FIRST = "-----END CERTIFICATE-----"
 UrlOption = Annotated[
     str, typer.Option(help="The running router; by default the one of the settings.", envvar="QARR_URL")
@@ -54,16 +57,38 @@ class RouterApiClient:
         try:
             answer: dict[str, Any] = response.json()
         except ValueError as error:
-            raise OperationError(f"{self.url}{path} answered HTTP {response.status_code}: is this a router?") from error
+            raise OperationError(self._no_router(path, response)) from error
+        if response.status_code == httpx.codes.NOT_FOUND and answer == NOT_FOUND:
+            raise OperationError(self._no_router(path, response))
         if response.is_error:
             wrong = [f"{e['field']}: {e['problem']} (allowed: {e['allowed']})" for e in answer.get("errors", ())]
             raise OperationError("; ".join(wrong) or str(answer.get("detail", answer)))
         return answer
 
+    def _no_router(self, path: str, response: httpx.Response) -> str:
+        otherwise = f"{self.url}{path} answered HTTP {response.status_code}: is this a router?"
+        return why_no_router(self.url, self.http.get, otherwise)
+
     def no_answer(self, error: Exception) -> OperationError:
-        return OperationError(
-            f"no router answers at {self.url} ({error or 'no reason given'}): 'make up' starts one, --url names another"
-        )
+        why = tls_fault(error) or str(error) or "no reason given"
+        return OperationError(f"no router answers at {self.url} ({why}): 'make up' starts one, --url names another")
+
+
+def engine_version(get: Callable[[str], httpx.Response | None]) -> str | None:
+    """Return the version of the vLLM engine that answers; None: what answers is none, or does not say so."""
+    with suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
+        answer = get("/version")
+        if answer is not None and answer.is_success:
+            return str(answer.json()["version"])
+    return None
+
+
+def why_no_router(url: str, get: Callable[[str], httpx.Response | None], otherwise: str) -> str:
+    """Say that an engine answers at an address where a router is meant; ``otherwise``, if none does."""
+    version = engine_version(get)
+    if version is None:
+        return otherwise
+    return f"{url} is an engine (vLLM {version}), not a router: give the router's address with --url or QARR_URL"
 
 
 def find_router(url: str, config: Path | None = None) -> tuple[str, ssl.SSLContext | bool]:
@@ -83,17 +108,27 @@ def find_router(url: str, config: Path | None = None) -> tuple[str, ssl.SSLConte
     return named, verify
 
 
-def own_url(settings: Settings) -> str:
+def own_url(settings: Settings, port: int | None = None) -> str:
+    """Return where this machine reaches the router of the settings, or a router like it on another port."""
     host, scheme = settings.server.host, "http" if settings.tls.certificate is None else "https"
     host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
-    return http_url(host, settings.server.port, scheme)
+    return http_url(host, settings.server.port if port is None else port, scheme)
+
+
+def unverified(settings: Settings) -> ssl.SSLContext:
+    """Return what accepts any certificate of a router: only for questions without a key, to which anybody gets answers."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    load_own(context, settings.tls)
+    return context
 
 
 def trusted(settings: Settings, url: str = "") -> ssl.SSLContext | bool:
     """Return which certificates a router may show: of the settings' own router (no ``url``) only ``tls.certificate``.
 
-    It need not name the address. Other routers' are of the authorities of ``tls.ca`` (``SettingsError``: the file cannot be
-    used), or else of the system's.
+    It need not name the address. Other routers' are of the system's authorities, or of those of ``tls.ca``;
+    ``SettingsError``: a file of authorities cannot be used.
     """
     tls = settings.tls
     if (url or own_url(settings)).startswith("http:"):
@@ -102,11 +137,9 @@ def trusted(settings: Settings, url: str = "") -> ssl.SSLContext | bool:
         with suppress(OSError, ValueError):  # this user may not read it
             return _only_own(tls)
     try:
-        return ssl.create_default_context(cafile=tls.ca) if tls.ca is not None else True
-    except (OSError, ValueError) as error:
-        raise SettingsError(
-            f"tls.ca: {tls.ca} cannot be used ({error}); a PEM file of authorities is allowed"
-        ) from None
+        return client_context(tls.ca)
+    except TrustError as error:
+        raise SettingsError(str(error)) from None
 
 
 def _only_own(tls: TlsSettings) -> ssl.SSLContext:

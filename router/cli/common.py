@@ -67,6 +67,18 @@ def fail(text: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def is_confirmed(question: str) -> bool:
+    """Ask on the terminal; False: the answer is no, or nobody answers.
+
+    Standard output is for what scripts read: typer's own question writes a space there.
+    """
+    err.print(plain(f"{question} [y/N]: "), end="")
+    answer = sys.stdin.readline()
+    if not answer:
+        err.print()
+    return answer.strip().lower() in {"y", "yes"}
+
+
 def check_tier(tier: TierName, settings: Settings) -> None:
     if tier not in settings.tiers.names:
         raise typer.BadParameter(f"there is no tier {tier}: the settings have {', '.join(settings.tiers.names)}")
@@ -94,6 +106,11 @@ class Progress:
 
 def plain(text: str) -> str:
     return text.replace("[", "\\[")
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun: 1 problem, 2 problems."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def printable(text: str) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ssl
 from typing import Annotated
 
 import httpx
 import typer
 
-from router.cli.client import UrlOption, load_own, own_url
+from router.cli.client import UrlOption, own_url, unverified
 from router.cli.common import ConfigOption
 from router.settings import load_settings
 
@@ -23,9 +22,7 @@ def health(
     """Exit with 0 if the router is alive, else with 1. It asks directly, through no proxy, and needs no key."""
     settings = load_settings(config)
     url = url.rstrip("/") or own_url(settings)
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing secret is sent
-    load_own(context, settings.tls)
+    context = unverified(settings)
     try:
         path = "/readyz" if ready else "/healthz"
         answer = httpx.get(url + path, timeout=TIMEOUT_S, trust_env=False, verify=context)

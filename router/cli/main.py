@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "settings": ("show_settings", "show_settings", "Look"),
 }
 HIDDEN = {"router"}
+SHOWN = [name for name in COMMANDS if name not in HIDDEN]  # in the help, and as suggestions for a mistyped name
 # Errors that end a command with their text, and where they are defined.
 EXPECTED = (
     ("router.section", "SettingsError"),
@@ -43,6 +44,7 @@ EXPECTED = (
     ("router.deployment.listening", "ListenError"),
     ("router.deployment.run", "StartError"),
     ("router.auth.api_keys", "KeysError"),
+    ("router.redis_link", "RedisSetupError"),
     ("router.server.tls", "TlsError"),
     ("router.policy.profiles", "ProfileError"),
     ("router.server.handover", "TakeoverError"),
@@ -56,14 +58,14 @@ def main() -> None:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     named = sys.argv[1] if len(sys.argv) > 1 else ""
     try:
-        make_app((named,) if named in COMMANDS else () if named == "--version" else COMMANDS)()
+        make_app((named,) if named in COMMANDS else () if named == "--version" else SHOWN)()
     except Exception as error:
         if not isinstance(error, tuple(getattr(import_module(module), name) for module, name in EXPECTED)):
             raise
         fail(str(error))
 
 
-def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
+def make_app(names: Iterable[str] = SHOWN) -> typer.Typer:
     app = typer.Typer(
         help="Serve one language model at three precisions and send each prompt to the cheapest one that is good enough.",
         no_args_is_help=True,

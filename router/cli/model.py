@@ -12,8 +12,9 @@ from router.cli.common import CalibrationOption, ConfigOption, ModelOption, cloc
 from router.deployment.first_start import Steps
 from router.deployment.layout import prepare_options
 from router.settings import load_settings
-from tiers.checkpoints.prepare import find, prepare
+from tiers.checkpoints.prepare import find, finished, prepare
 
+DIGITS = 16  # of a digest, shown
 model_app = typer.Typer(help="Make and inspect the model's three checkpoints.", no_args_is_help=True)
 
 
@@ -36,8 +37,23 @@ def model_prepare(
 
 
 @model_app.command("list")
-def model_list(config: ConfigOption = None, model: ModelOption = None) -> None:
-    """Show the finished checkpoints of the model as JSON, with their manifests."""
-    found = find(prepare_options(load_settings(config, {"model": {"name": model}}))) or ()
-    rows = [{"tier": c.tier, "path": str(c.path), **c.manifest.model_dump(mode="json")} for c in found]
-    typer.echo(json.dumps(rows, indent=2))
+def model_list(
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON, with their manifests.")] = False,
+) -> None:
+    """Show the finished checkpoints of the model, and their folders."""
+    options = prepare_options(load_settings(config, {"model": {"name": model}}))
+    found = finished(options)
+    if as_json:
+        rows = [{"tier": c.tier, "path": str(c.path), **c.manifest.model_dump(mode="json")} for c in found]
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    if not found:
+        err.print(
+            f"no checkpoint of {plain(options.model)} is finished: 'qarr model prepare' makes them, 'qarr up' as well"
+        )
+        return
+    for checkpoint in found:  # a line each, never wrapped: folders are copied from here
+        made = checkpoint.manifest
+        typer.echo(f"{checkpoint.tier:9} {made.precision:10} {made.weights_digest[:DIGITS]} {checkpoint.path}")

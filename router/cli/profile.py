@@ -8,13 +8,14 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import httpx
 import typer
 from rich.table import Table
 
-from router.cli.client import UrlOption, find_router
+from router.cli.client import TIMEOUT_S, UrlOption, find_router, why_no_router
 from router.cli.common import ConfigOption, Progress, print_table, tiers_option
 from router.policy.profiles import REFERENCE, LatencyProfile, ProfileError, QualityProfile, load_latency
-from router.profiling.client import RouterClient
+from router.profiling.client import NoRouterError, RouterClient
 from router.profiling.lm_eval import CLASSES, import_runs, read_classes
 from router.profiling.measure_latency import LatencyPlan, measure_latency
 from router.profiling.measure_quality import Plan, measure
@@ -135,7 +136,11 @@ def _connected(url: str, config: Path | None, work: Callable[[RouterClient], Cor
 
     async def run() -> T:
         async with RouterClient(url, os.environ.get("QARR_KEY", ""), verify=verify) as client:
-            measuring = (await client.fleet()).measuring
+            try:
+                measuring = (await client.fleet()).measuring
+            except NoRouterError as error:
+                with httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False, verify=verify) as engine:
+                    raise NoRouterError(why_no_router(url, engine.get, str(error))) from None
             if measuring is not None:
                 raise ProfileError(
                     f"the router at {url} measures its {measuring} itself: wait until it is done ('qarr doctor' shows its "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,11 +31,12 @@ from router.deployment.listening import listen, open_keys
 from router.deployment.on_ray import make_ray_deployment
 from router.deployment.reloading import Asked
 from router.deployment.run import StartObserver, check_files, run
+from router.redis_link import check_redis
 from router.section import cache_dir
 from router.server.handover import HandoverClient, control_path
 from router.settings import Settings, load_settings
 from router.telemetry.logs import Logging
-from tiers.checkpoints.prepare import finished
+from tiers.checkpoints.prepare import finished, servable
 from tiers.errors import PlanError
 from tiers.fleet import Fleet
 from tiers.lifecycle.engine_args import check_engine_args
@@ -69,12 +71,14 @@ def up(
     settings = load()
     logging = Logging(settings.telemetry)
     check_files(settings)
+    _check_redis(settings)
     if on == "here" and (asked_for := _tiers_for_gpus(settings)):
         asked["tiers"] = asked_for
         settings = load()
     keys, sock = open_keys(settings), listen(settings)
     needed = any(t.replicas_here and t.checkpoint is None for t in tier_settings(settings))
-    checkpoints = finished(prepare_options(settings)) if needed else ()
+    usable = finished if on == "ray" else servable  # nothing is made, and nothing scored, for a cluster
+    checkpoints = usable(prepare_options(settings)) if needed else ()
     deployment = (make_ray_deployment if on == "ray" else make_deployment)(settings, checkpoints)
     given = {
         name: engine_args(settings, name) for name in settings.tiers.names if settings.tiers.of(name).replicas_here
@@ -126,6 +130,26 @@ def serve(
         urls.setdefault(name, []).append(url)
     tiers = {name: {"urls": tuple(given) if given else None} for name, given in urls.items()}
     load = partial(load_settings, config, {"server": {"host": host, "port": port}, "tiers": tiers})
+    serve_engines(load, started, tokenizer=tokenizer, takeover=takeover)
+
+
+def serve_engines(
+    load: Callable[[], Settings],
+    started: float,
+    *,
+    tokenizer: Path | None = None,
+    takeover: bool = False,
+    counts_tokens: bool = True,
+) -> None:
+    """Serve in front of running engines until a signal ends it.
+
+    Args:
+        load: Reads the settings, now and when they are reloaded.
+        started: When the command began, by the monotonic clock.
+        tokenizer: The model's folder.
+        takeover: Replace the router that listens on the port.
+        counts_tokens: Whether engines count tokens, so that it is told where the router only estimates them.
+    """
     settings = load()
     logging = Logging(settings.telemetry)
     if settings.discovery.file is None and not any(t.urls or t.dns for t in tier_settings(settings)):
@@ -134,6 +158,7 @@ def serve(
             "tiers.<name>.dns or discovery.file, or use 'qarr up'"
         )
     check_files(settings)
+    _check_redis(settings)
     deployment = make_deployment(settings, (), start_engines=False, tokenizer=tokenizer)
     predecessor = None
     if takeover:
@@ -141,9 +166,17 @@ def serve(
         keys = open_keys(settings, sock.getsockname()[0])
     else:
         keys, sock = open_keys(settings), listen(settings)
-    if not deployment.counter.exact:
+    if counts_tokens and not deployment.counter.exact:
         err.print("no tokenizer folder is given (--tokenizer DIR): prompt tokens are estimated")
     _run(deployment, sock, keys, started, logging, Asked(settings, load), predecessor)
+
+
+def _check_redis(settings: Settings) -> None:
+    """Refuse a Redis that can never serve. One that only does not serve now keeps no router from starting."""
+    if url := settings.state.redis_url.get_secret_value():
+        warning = asyncio.run(check_redis(url))
+        if warning is not None:
+            err.print(plain(warning))
 
 
 def _show_plan(model: str, plan: Plan, specs: Sequence[TierSpec]) -> None:
@@ -154,7 +187,7 @@ def _show_plan(model: str, plan: Plan, specs: Sequence[TierSpec]) -> None:
         precision = spec.precision if spec.checkpoint else PRECISIONS[spec.name]  # what is to be made, or is
         weights = f"{'~' if spec.checkpoint is None else ' '}{share.weights / GIB:4.2f} GiB"
         if share.weights != share.on_disk:
-            weights += f" ({share.on_disk / GIB:.2f} on disk: this CPU has no AMX)"
+            weights += f" ({share.on_disk / GIB:.2f} on disk, repacked for this CPU)"
         name = share.tier if spec.replicas == 1 else f"{share.tier}-{share.number}"
         gpus = share.placement.gpus
         where = f", on GPU{'s' * (len(gpus) > 1)} {', '.join(map(str, gpus))}" if gpus else ""

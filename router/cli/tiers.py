@@ -10,8 +10,18 @@ import typer
 from rich.table import Table
 
 from router.cli.client import RouterApiClient, is_alone
-from router.cli.common import ConfigOption, Progress, check_tier, output, print_table, printable, with_options
-from router.deployment.layout import speed_machine
+from router.cli.common import (
+    ConfigOption,
+    Progress,
+    check_tier,
+    err,
+    is_confirmed,
+    output,
+    plain,
+    print_table,
+    printable,
+    with_options,
+)
 from router.deployment.options import make_canary
 from router.settings import load_settings
 from tiers.address import normalised
@@ -31,9 +41,11 @@ OPERATIONS: dict[Kind, str] = {
     "restart": "Drain an engine, stop it and start it again; also one that has failed.",
     "recycle": "Replace an engine by a new one, started beside it so that capacity never falls.",
 }
+INTERRUPTING: set[Kind] = {"drain", "restart"}
 TargetArgument = Annotated[
     str, typer.Argument(metavar="TIER|REPLICA", help="One replica, or all of a tier, one after another.")
 ]
+ForceOption = Annotated[bool, typer.Option("--force", help="Do not ask when no replica would be left that serves.")]
 EngineArgument = Annotated[str, typer.Argument(metavar="URL", help="Address of the engine, as http://10.0.0.5:8000.")]
 
 
@@ -50,7 +62,15 @@ def _operation(kind: Kind) -> Callable[..., None]:
         for replica in _replicas(router.ask("/tiers"), target):
             _follow(router, kind, replica)
 
-    return with_options(operate)
+    def operate_on_serving(target: TargetArgument, *, force: ForceOption = False, router: RouterApiClient) -> None:
+        fleet = router.ask("/tiers")
+        replicas = _replicas(fleet, target)
+        if not force:
+            _confirm_outage(fleet, kind, replicas)
+        for replica in replicas:
+            _follow(router, kind, replica)
+
+    return with_options(operate_on_serving if kind in INTERRUPTING else operate)
 
 
 for _kind, _help in OPERATIONS.items():
@@ -84,23 +104,45 @@ def tiers_remove(
     replica: Annotated[str, typer.Argument(metavar="REPLICA", help="The replica's id, or its engine's URL.")],
     now: Annotated[bool, typer.Option("--now", help="Do not wait for open requests.")] = False,
     *,
+    force: ForceOption = False,
     router: RouterApiClient,
 ) -> None:
     """Drain an engine that runs elsewhere, and forget it. The engine itself goes on running.
 
     A restart of the router adds it again if `tiers.<name>.urls` has it.
     """
-    _follow(router, "remove", _named(router.ask("/tiers"), replica), {"now": now})
+    fleet = router.ask("/tiers")
+    replica_id = _named(fleet, replica)
+    if not force:
+        _confirm_outage(fleet, "remove", [replica_id])
+    _follow(router, "remove", replica_id, {"now": now})
 
 
 @tiers_app.command("record")
 def tiers_record(tier: TierArgument, config: ConfigOption = None) -> None:
-    """Delete the recorded answers of a tier's engines (the canary); the next start, or resume, records new ones."""
+    """Accept what a tier's engines compute, and record it as the reference for later starts.
+
+    For an hour, starts and resumes of its engines are recorded and not compared.
+    """
     settings = load_settings(config)
     check_tier(tier, settings)
-    canary = make_canary(settings, speed_machine(settings))
-    count = canary.forget(tier)
-    typer.echo(f"{count} records of {tier} deleted in {canary.path}; the next start or resume records new ones")
+    canary = make_canary(settings)
+    count = canary.accept(tier)
+    deleted = f"{count} records deleted in {canary.path}; " if count else ""
+    typer.echo(f"{tier}: {deleted}starts and resumes of the next hour are accepted and recorded")
+
+
+def _confirm_outage(fleet: dict[str, Any], kind: Kind, replicas: list[str]) -> None:
+    """Ask before an operation that would leave no replica of any tier that serves; ``OperationError``: it is not to be."""
+    ready = {replica["id"] for tier in fleet["tiers"] for replica in tier["replicas"] if replica["state"] == "ready"}
+    # A tier's replicas are restarted one after another, so others serve meanwhile if there are any.
+    stopping = [{replica} for replica in replicas] if kind == "restart" else [set(replicas)]
+    if not ready or not any(ready <= stopped for stopped in stopping):
+        return
+    names = ", ".join(sorted(ready))
+    err.print(plain(f"no other replica of any tier is ready: after {kind} of {names} every request gets 503"))
+    if not is_confirmed(f"{kind.capitalize()} {names} all the same?"):
+        raise OperationError(f"{kind} was not begun; where nobody can be asked, --force begins it")
 
 
 def _follow(router: RouterApiClient, kind: Kind, replica: str, body: dict[str, Any] | None = None) -> None:

@@ -18,9 +18,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from router.cli.client import RouterApiClient, why_unauthorized
+from router.cli.client import RouterApiClient, why_no_router, why_unauthorized
 from router.cli.common import output, printable, with_options
-from router.policy.losses import one_in
+from router.policy.losses import of_100
 from tiers.errors import OperationError
 from tiers.preparing import Preparing
 
@@ -81,7 +81,8 @@ def _fleets(router: RouterApiClient, records: deque[dict[str, Any]]) -> Iterator
         if response.status_code == httpx.codes.UNAUTHORIZED:
             raise OperationError(why_unauthorized(response))
         if response.status_code == httpx.codes.NOT_FOUND:
-            raise OperationError(f"{router.url} has no /live: is this a router, and as new as this command?")
+            said = f"{router.url} has no /live: is this a router, and as new as this command?"
+            raise OperationError(why_no_router(router.url, router.http.get, said))
         response.raise_for_status()
         known = {record["request_id"] for record in records}  # the last ones are sent again after a reconnection
         for line in response.iter_lines():
@@ -123,8 +124,10 @@ def _summary(fleet: Mapping[str, Any]) -> Text:
     if budget.get("saved") is not None:
         parts.append((f"{budget['saved']:.0%} engine time saved", ""))
     if budget.get("mean") is not None and budget.get("budget") is not None:
-        lost, allowed, over = one_in(budget["mean"]), one_in(budget["budget"]), budget["mean"] > budget["budget"]
-        parts.append((f"{lost} answers expected worse, {allowed} allowed", "yellow" if over else ""))
+        expected, allowed = budget["mean"], budget["budget"]
+        is_over = expected > allowed
+        text = f"{of_100(expected)} answers expected worse, {of_100(allowed)} allowed"
+        parts.append((text, "yellow" if is_over else ""))
     if fleet.get("scope") == "own":
         parts.append(("only this key's own requests are shown: a key made with --admin sees all", "yellow"))
     return Text(" · ").join(Text(text, style=style) for text, style in parts)

@@ -6,7 +6,8 @@ import socket
 
 from router.auth.access import KeyStore, open_access
 from router.auth.network import is_loopback
-from router.server.http_protocol import allow_files, bound_unsent
+from router.server.connection_limit import allow_files
+from router.server.http_protocol import bound_unsent
 from router.settings import Settings
 
 
@@ -18,10 +19,14 @@ def open_keys(settings: Settings, host: str | None = None) -> KeyStore:
     """Return the keys; ``ListenError``: there are none, and others than this machine's reach the address."""
     keys = open_access(settings)
     host = settings.server.host if host is None else host
-    if not keys.required and not settings.auth.allow_keyless and not is_loopback(host):
+    keys.reached_by_others = not is_loopback(host)
+    if not keys.required and not keys.may_be_keyless:
+        lacking = "there are no keys: make one with 'qarr keys add NAME'"
+        if keys.version is not None:
+            lacking = f"{keys.path} says that requests need no key: need keys with 'qarr keys on'"
         raise ListenError(
-            f"server.host is {host}, which others can reach, and there are no keys: make one with "
-            f"'qarr keys add NAME', or say auth.allow_keyless = true to serve everyone"
+            f"server.host is {host}, which others can reach, and {lacking}, or say auth.allow_keyless = true to serve "
+            f"everyone"
         )
     return keys
 

@@ -7,7 +7,6 @@ from tiers.lifecycle.canary import Canary
 from tiers.lifecycle.discovery import DiscoveryOptions
 from tiers.lifecycle.operations import OperationOptions
 from tiers.lifecycle.supervisor import SupervisorOptions
-from tiers.lifecycle.warmup import WarmupPlan
 from tiers.lifecycle.watchdog import WatchdogOptions
 from tiers.replica import FleetOptions
 
@@ -19,16 +18,15 @@ def fleet_options(settings: Settings) -> FleetOptions:
     return FleetOptions(breaker=settings.upstream.breaker, affinity=settings.admission.affinity)
 
 
-def supervisor_options(settings: Settings, machine: str) -> SupervisorOptions:
+def supervisor_options(settings: Settings) -> SupervisorOptions:
     engine = settings.engine
     return SupervisorOptions(
         log_dir=engine.log_dir,
         start_timeout_s=engine.start_timeout_s,
         external_api_key=engine.api_key,
-        warmup=WarmupPlan(expected=engine.warmup_expected),
         watchdog=WatchdogOptions(max_restarts=engine.max_restarts, hang_s=engine.hang_s),
         operations=OperationOptions(drain_s=engine.drain_s, recycle_every_s=engine.recycle_every_s),
-        canary=make_canary(settings, machine),
+        canary=make_canary(settings),
         discovery=DiscoveryOptions(
             file=settings.discovery.file,
             names={tier: name for tier in settings.tiers.names if (name := settings.tiers.of(tier).dns)},
@@ -37,6 +35,9 @@ def supervisor_options(settings: Settings, machine: str) -> SupervisorOptions:
     )
 
 
-def make_canary(settings: Settings, machine: str) -> Canary:
-    engine, path = settings.engine, settings.policy.profiles / CANARY_FILE
-    return Canary(path, machine, engine.canary_min_agreement, MAX_SLOWDOWN)
+def make_canary(settings: Settings) -> Canary:
+    return Canary(
+        path=settings.policy.profiles / CANARY_FILE,
+        tolerance=settings.engine.check_tolerance,
+        max_slowdown=MAX_SLOWDOWN,
+    )

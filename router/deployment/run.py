@@ -27,11 +27,13 @@ from router.server.server import Server
 from router.settings import Settings
 from router.telemetry.tracing import make_telemetry
 from router.upstream.transport import EngineTransport
+from tiers.errors import TrustError
 from tiers.fleet import Fleet
 from tiers.lifecycle.supervisor import Supervisor
 from tiers.plan import Plan
 from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierSpec
+from tiers.trust import client_context
 
 log = logging.getLogger(f"qarr.{__name__}")
 POLL_S = 0.1
@@ -55,6 +57,11 @@ def check_files(settings: Settings) -> None:
             PrivateFile(path, 0, 0, key).close()
         except OSError as error:
             raise SettingsError(f"{key}: {path} cannot be written ({error.strerror})") from error
+    if settings.tls.ca is not None:
+        try:
+            client_context(settings.tls.ca)
+        except TrustError as error:
+            raise SettingsError(str(error)) from error
     if profiles.exists() and not profiles.is_dir():
         raise SettingsError(f"policy.profiles: {profiles} is not a folder")
 
@@ -91,11 +98,12 @@ async def run(
     settings = deployment.settings
     telemetry = make_telemetry(version("qarr"), settings.telemetry)
     fleet = Fleet(deployment.specs, machine=speed_machine(settings), options=fleet_options(settings))
-    supervisor = Supervisor(fleet, supervisor_options(settings, fleet.machine), observer.changed, EngineTransport())
+    transport = EngineTransport(ca=settings.tls.ca)
+    supervisor = Supervisor(fleet, supervisor_options(settings), observer.changed, transport)
     reloads = asked.reloads(sock)
     app = App(
         settings, fleet, deployment.counter, telemetry, deployment.model,
-        keys=keys, operations=supervisor.operations, reloads=reloads,
+        keys=keys, operations=supervisor.operations, reloads=reloads, transport=transport,
     )  # fmt: skip
     server = Server(app.asgi, app.state, settings.server, protocol_for(settings.server, refusal), app.tls)
     roster = supervisor.operations.roster

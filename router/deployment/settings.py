@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from router.section import PROJECT, AdapterName, EngineAddress, Section, Share, cache_dir, different, header_value, once
+from router.section import PROJECT, AdapterName, EngineAddress, Section, cache_dir, different, header_value, once
 from tiers.address import normalised, wrong_with
 from tiers.checkpoints.prepare import CALIBRATION_SAMPLES, DEFAULT_CALIBRATION, DEFAULT_MODEL
 from tiers.lifecycle.engine_args import check_own
@@ -115,9 +115,9 @@ class TierSettings(Section, reloads=frozenset({"urls"})):
     )
     precision: str = Field(
         "",
-        pattern=r"^([a-z0-9][a-z0-9+.-]{0,31})?$",
-        description="Precision of engines that run elsewhere, such as `fp8`, if their checkpoint cannot be read here; it is "
-        "shown as stated. For engines started here the checkpoint tells it.",
+        pattern=r"^([a-z0-9][A-Za-z0-9+. -]{0,31})?$",
+        description="Precision of engines that run elsewhere, such as `fp8` or `fp8 on L4`, if their checkpoint cannot be "
+        "read here; it is shown as stated. For engines started here the checkpoint tells it.",
     )
 
     @model_validator(mode="after")
@@ -271,13 +271,11 @@ class EngineSettings(Section):
     recycle_every_s: NonNegativeFloat = Field(
         0, description="Each engine is recycled at this interval, one at a time and spread out. 0: never."
     )
-    canary_min_agreement: Share = Field(
-        0.5,
-        description="Share of greedy tokens, up to the first difference, that must equal those recorded at the "
-        "checkpoint's first start on this machine, or at first from this URL (`canary.json` in `policy.profiles`). 0: not "
-        "compared.",
+    check_tolerance: NonNegativeFloat = Field(
+        1.0,
+        description="Before traffic, an engine's log-probabilities of fixed texts are compared with what its checkpoint "
+        "should give. This multiplies the difference that sound engines may have. 0: not compared.",
     )
-    warmup_expected: str = Field("Paris", description="Must occur in the warm-up's answer; empty: any text.")
 
 
 def _ray_address(address: str) -> str:

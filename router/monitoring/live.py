@@ -73,7 +73,7 @@ class Reader:
                 async with asyncio.timeout(KEEP_ALIVE_S):
                     await self._news.wait()
             except TimeoutError:
-                yield b": nothing new\n\n"
+                yield b": nothing new\n"
                 continue
             self._news.clear()
             batch = b"".join(self._events)
@@ -182,6 +182,7 @@ class Live:
             "at": round(time.time(), 3),
             "version": self._about["version"],
             "window_s": WINDOW_S,
+            "notice": self._about["notice"] or None,
             "trace_url": self._about["trace_url"] or None,
             **rendered,
             "profiling": self._profiling.render(inside=caller.sees_all),

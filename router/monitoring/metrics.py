@@ -25,12 +25,14 @@ from starlette.responses import Response
 from router.accounting.charging import Charging
 from router.accounting.usage import UsageLog
 from router.api.asgi import context_of
+from router.monitoring.gen_ai import GenAiMetrics
 from router.monitoring.usage import Labels, UsageMetrics
 from router.pipeline.pipeline import Pipeline
-from router.pipeline.registry import OVER_BUDGET, OVER_QUOTA
-from router.policy.decision import Refusal
+from router.pipeline.registry import ENGINE_REFUSED, OVER_BUDGET, OVER_QUOTA
+from router.policy.decision import SLA_IMPOSSIBLE, TIER_ABSENT, Refusal
 from router.policy.table import PolicyStore
 from router.profiling.shadow_evaluation import ShadowEvaluation
+from router.redis_link import CAUSES, RedisState
 from router.telemetry.record import Outcome, RequestRecord
 from tiers.breaker import BreakerState
 from tiers.choice import Request as Asked
@@ -71,7 +73,8 @@ class RequestMetrics:
         text = "Prompt tokens in the engine's prefix cache, as predicted and as the engine reported them."
         self._cached_tokens = counter("cached_prompt_tokens", text, "tier", "source")
         self._sla = counter("sla_requests", "Requests with bounds on times, by whether they were met.", *KIND, "result")
-        for reason in (*(refusal.value for refusal in Refusal), OVER_QUOTA, OVER_BUDGET):
+        special = (OVER_QUOTA, OVER_BUDGET, ENGINE_REFUSED, TIER_ABSENT, SLA_IMPOSSIBLE)
+        for reason in (*(refusal.value for refusal in Refusal), *special):
             self._refusals(reason)  # at 0 from the start: a rate cannot see the first event of a new series
         self._continuations = counter("continuations", "Answers that another engine continued.", "from_tier", "to_tier")
         text = "Requests without a slot that the overflow was considered for, by outcome."
@@ -104,7 +107,7 @@ class RequestMetrics:
         if served.overflow is not None or served.overflow_failure is not None:
             self._overflow(served.overflow_failure or outcome).inc()
         if record.sla_met is not None:
-            self._sla(kind, tier, "met" if record.sla_met else "missed").inc()
+            self._sla(kind, tier, _sla_result(record)).inc()
         for before, after in pairwise((tier, *served.continued_on)):
             self._continuations(before, after).inc()
         if began is not None:
@@ -136,6 +139,13 @@ class RequestMetrics:
             self._off(tier, "ttft").observe(abs(chosen.times.ttft_ms - first_ms) / first_ms)
         if times.tpot_ms:
             self._off(tier, "tpot").observe(abs(chosen.times.tpot_ms - times.tpot_ms) / times.tpot_ms)
+
+
+def _sla_result(record: RequestRecord) -> str:
+    """Return whether a request's bounds were met; those that no tier meets at any load are not held against the router."""
+    if record.sla_met:
+        return "met"
+    return "impossible" if record.decision.are_times_impossible else "missed"
 
 
 def _gauge(
@@ -257,6 +267,22 @@ class Load(Collector):
         yield _counter("prefix_cache_hits", "Prompt tokens found cached.", REPLICA, hits)
 
 
+class RedisMetrics(Collector):
+    """Whether Redis serves what routers share, and why not."""
+
+    def __init__(self, states: Sequence[RedisState], restored: Callable[[], int]) -> None:
+        self._states, self._restored = states, restored
+
+    def collect(self) -> Iterable[Metric]:
+        serves = [([state.use], float(state.serves)) for state in self._states]
+        yield _gauge("redis_serves", "1 while Redis serves a use, 0 while this router goes alone.", ("use",), serves)
+        failures = [([state.use, cause], state.failures[cause]) for state in self._states for cause in CAUSES]
+        text = "Commands that Redis did not serve, by what they were for and why."
+        yield _counter("redis_failures", text, ("use", "cause"), failures)
+        text = "Days and months of keys and teams whose spent budget Redis had lost, and got back."
+        yield CounterMetricFamily("qarr_redis_budgets_restored", text, self._restored())
+
+
 class Metrics:
     def __init__(
         self,
@@ -270,7 +296,9 @@ class Metrics:
         requests = RequestMetrics(registry, [spec.name for spec in pipeline.fleet.specs])
         self.answered = requests.answered
         self._tell = pipeline.registry.tell
-        pipeline.registry.observers.append(requests.observe)
+        gen_ai = GenAiMetrics(about["model"])
+        pipeline.registry.observers += [requests.observe, gen_ai.observe]
+        registry.register(gen_ai)
         ProcessCollector(registry=registry)
         registry.register(Load(pipeline, retries, about))
         registry.register(Losses(evaluation, pipeline.policy))
@@ -281,9 +309,19 @@ class Metrics:
         self._of_keys.register(metrics)
         return metrics
 
+    def show_redis(self, states: Sequence[RedisState], restored: Callable[[], int]) -> None:
+        """Show what Redis does, from the start, if there is one."""
+        self._registry.register(RedisMetrics(states, restored))
+
     def show_expiry(self, expires: Callable[[], float]) -> None:
         text = "When the certificate that the router shows expires, in seconds since 1970."
         Gauge("qarr_tls_expires_timestamp_seconds", text, registry=self._registry).set_function(expires)
+
+    def collect(self) -> Iterable[Metric]:
+        """Collect all metrics, with those of keys; on the event loop, which owns the state that is read."""
+        self._tell()
+        yield from self._registry.collect()
+        yield from self._of_keys.collect()
 
     async def answer(self, request: Request) -> Response:
         """Answer a scrape; on the event loop, which owns the state that is read. Only operators see what keys use."""

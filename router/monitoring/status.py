@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -19,6 +19,7 @@ from router.lifecycle import ServerState
 from router.pipeline.pipeline import Pipeline
 from router.policy.render import render_budget
 from router.profiling.auto_profile import AutoProfile
+from router.redis_link import RedisState
 
 
 class Status:
@@ -31,8 +32,10 @@ class Status:
         server_state: ServerState,
         keys: KeyStore,
         about: Mapping[str, str],
+        redis: Sequence[RedisState],
     ) -> None:
         self._fleet, self._policy, self._reservations = pipeline.fleet, pipeline.policy, pipeline.charging.reservations
+        self._redis = redis
         self._tell = pipeline.registry.tell
         self._profiling, self._database, self._keys, self._about = profiling, database, keys, about
         self._server_state = server_state
@@ -74,8 +77,10 @@ class Status:
         file = [f"usage is not written: {self._database.path} cannot be used ({fault})"] if fault else []
         inside = not self._keys.required  # where requests need keys, these need none: they tell no addresses
         named = self._fleet.notes.values() if inside else ()
-        notes = [*named, *self._keys.notes, *self._reservations.notes, *file]
-        return health_of(self._fleet.snapshot(), notes, serves=self._server_state.open, inside=inside)
+        of_redis = [note for state in self._redis for note in state.notes]
+        notes = [*named, *self._keys.notes, *of_redis, *self._reservations.notes, *file]
+        health = health_of(self._fleet.snapshot(), notes, serves=self._server_state.open, inside=inside)
+        return {**health, "keys": {"required": self._keys.required, "version": self._keys.version}}
 
     async def tiers(self, request: Request) -> Response:
         inside = context_of(request.scope).caller.sees_all

@@ -338,6 +338,7 @@ def _request_to_continue(
         operation="text_completion",
         request_id=f"{origin.request_id}-c{number}",
         priority=asked.priority - 1,  # above new requests of its class: its caller waits in the middle of an answer
+        asks_token_ids=True,
         adapter=origin.adapter,
         continued_tokens=done,
     )

@@ -1,7 +1,8 @@
 """The last resort: a request that every tier is too full for goes to a server outside of the fleet.
 
 Only where the operator has named one, the caller's key allows it, and the request asks for nothing that it cannot keep:
-its weights, and so its precision and loss, are unknown. If it fails before its first token, the refusal stands.
+its weights, and so its precision and loss, are unknown. If it fails before its first token, the refusal stands; if it
+refuses the request as well, the refusal says so.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from msgspec.structs import replace
 
 from router.pipeline.registry import ActiveRequest, Diverted
 from router.pipeline.request import Call
-from router.policy.decision import Decision, Refusal
+from router.policy.decision import Decision, Refusal, RequestRefusedError
 from router.policy.decision_log import DecisionLog, OverflowRecord
 from router.telemetry.record import error_name
 from router.telemetry.tracing import Telemetry
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import EngineAnswer
 from router.upstream.errors import NoSlotError, UpstreamError
-from router.upstream.overflow import OverflowClient, PausedError, UnsupportedError
+from router.upstream.overflow import OverflowClient, PausedError, RefusedThereError, UnsupportedError
 from tiers.spec import UNKNOWN
 
 log = logging.getLogger(f"qarr.{__name__}")
@@ -63,6 +64,8 @@ class Overflow:
         """Return the overflow's answer to a request, once it has begun; None: the refusal stands.
 
         It was first sent at ``sent_at``, by the monotonic clock.
+
+        ``RequestRefusedError``: the overflow refuses the request as well.
         """
         assert decision.refusal is not None
         journey = active.context.journey
@@ -75,6 +78,9 @@ class Overflow:
             # what it has said is in no text here
             log.warning("request %s: overflow %s: %s", active.context.request_id, self.client.name, error)
             self.telemetry.record_failed_attempt(f"overflow {self.client.name}", error)
+            if isinstance(error, RefusedThereError):
+                reason = f"{decision.reason}; the overflow {self.client.name} refuses it as well: {error}"
+                raise RequestRefusedError(replace(decision, reason=reason)) from None
             return None
         except asyncio.CancelledError:
             active.diverted = active.diverted._replace(failure="cancelled")

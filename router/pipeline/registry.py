@@ -23,16 +23,17 @@ from router.auth.quota import OverQuotaError, QuotaGrant
 from router.lifecycle import ServerState
 from router.pipeline.admission import Slot
 from router.pipeline.request import RequestContext, class_of
-from router.policy.decision import Decision, Priority, RequestRefusedError, Sla
+from router.policy.decision import Decision, Priority, Refusal, RequestRefusedError, Sla
 from router.telemetry.logs import log_request
 from router.telemetry.record import Cost, KeptFor, Outcome, RequestRecord, Served, TierUsage, Times, Tokens, error_name
 from router.upstream.engine_stream import EngineAnswer
-from router.upstream.errors import EngineRefusedError, UpstreamError
+from router.upstream.errors import EngineRefusedError, NoSlotError, UpstreamError
 from tiers.spec import TierName
 
 log = logging.getLogger(f"qarr.{__name__}")
 OVER_QUOTA = "over_quota"
 OVER_BUDGET = "over_budget"
+ENGINE_REFUSED = "engine_refused"
 _QUOTED = re.compile(r"(?<!\w)(['\"])(?:(?!\1).){24,}(?:\1|$)", re.DOTALL)
 WINDOW_S = 60.0
 TOLD_AFTER_S = 0.05  # the longest time until observers know of a request that has ended
@@ -49,6 +50,18 @@ class Diverted(NamedTuple):
     # why the overflow does not answer: ``full``, ``paused`` after failures, ``unsupported``: it was not asked;
     # ``failed``, ``cancelled`` before its first token: it was. None: it does, or has not begun
     failure: str | None = None
+
+
+class _Ending(NamedTuple):
+    """How a request ended."""
+
+    outcome: Outcome
+    error: str | None = None  # code of a refusal, or the kind of error
+    why_not: str = ""  # for operators; empty: nothing tells
+    is_callers_mistake: bool = False  # so that nothing was promised to it
+
+
+_COMPLETE = _Ending(Outcome.OK)
 
 
 class ActiveRequest(Struct, eq=False):
@@ -144,7 +157,8 @@ class RequestRegistry:
         decision = error.decision if isinstance(error, RequestRefusedError) else request.decision
         sla, served = decision.query.sla, Served()
         failure = error or (answer.error if answer is not None else None)
-        outcome, cause, why_not = (Outcome.OK, None, "") if failure is None else self._failure(failure)
+        ending = _COMPLETE if failure is None else self._failure(failure)
+        outcome = ending.outcome
         queue_ms, overhead_ms, ttft_ms, tpot_ms, sent = 0.0, None, None, None, None
         if request.slot is not None:
             queue_ms, sent = request.slot.waited_ms, request.sent
@@ -165,7 +179,8 @@ class RequestRegistry:
             else:
                 parts, hop = tuple([part.tier for part in answer.parts]), answer.attempt.hop
                 served = Served(answer.tier, hop.replica, hop.precision, hop.checkpoint or None, hop.number, parts)
-        sla_met = None if sla.ttft_ms is None and sla.tpot_ms is None else _met(sla, outcome, ttft_ms, tpot_ms)
+        promises_times = (sla.ttft_ms is not None or sla.tpot_ms is not None) and not ending.is_callers_mistake
+        sla_met = _met(sla, outcome, ttft_ms, tpot_ms) if promises_times else None
         wrong = outcome is Outcome.ERROR or outcome is Outcome.REFUSED
         kept_for = KeptFor.ERROR if wrong else KeptFor.SLA_MISS if sla_met is False else KeptFor.RECENT
         return RequestRecord(
@@ -173,27 +188,32 @@ class RequestRegistry:
             request_id=context.request_id, trace_id=context.trace_id, route=context.route, journey=context.journey,
             key_id=context.caller.key_id, team=context.caller.team, usage=request.usage, cost=request.cost,
             priority=request.priority, decision=decision, served=served, tokens=tokens,
-            outcome=outcome, error=cause, why_not=why_not, sla_met=sla_met, kept_for=kept_for,
+            outcome=outcome, error=ending.error, why_not=ending.why_not, sla_met=sla_met, kept_for=kept_for,
             times=Times(queue_ms, overhead_ms, ttft_ms, tpot_ms, (now - arrived) * 1000),
         )  # fmt: skip
 
-    def _failure(self, failure: BaseException) -> tuple[Outcome, str | None, str]:
-        """Return how a request ended that failed, its code, and why, for operators.
+    def _failure(self, failure: BaseException) -> _Ending:
+        """Return how a request ended that failed.
 
-        Of an engine's own words not what is long and quoted: it may be of the prompt.
+        What the caller has to change is a refusal, whoever refused it: an error is the fault of the router or an engine.
         """
         if isinstance(failure, RequestRefusedError):
-            refusal = failure.decision.refusal
-            return Outcome.REFUSED, refusal.value if refusal is not None else None, ""
+            decision = failure.decision
+            return _Ending(Outcome.REFUSED, decision.refusal_code, is_callers_mistake=decision.is_callers_mistake)
         if isinstance(failure, OverQuotaError | OverBudgetError):
-            return Outcome.REFUSED, OVER_QUOTA if isinstance(failure, OverQuotaError) else OVER_BUDGET, str(failure)
-        if isinstance(failure, asyncio.CancelledError | OSError) and not self._server_state.deadline_passed:
-            return Outcome.CLIENT_GONE, None, ""
-        kind = error_name(failure)
+            code = OVER_QUOTA if isinstance(failure, OverQuotaError) else OVER_BUDGET
+            return _Ending(Outcome.REFUSED, code, str(failure), is_callers_mistake=True)
         if isinstance(failure, EngineRefusedError):
-            return Outcome.ERROR, kind, _QUOTED.sub("'...'", failure.detail)
+            # What the engine quotes at length may be of the prompt.
+            said = _QUOTED.sub("'...'", failure.detail)
+            return _Ending(Outcome.REFUSED, ENGINE_REFUSED, said, is_callers_mistake=True)
+        if isinstance(failure, NoSlotError):
+            return _Ending(Outcome.REFUSED, Refusal.AT_CAPACITY.value, str(failure))
+        if isinstance(failure, asyncio.CancelledError | OSError) and not self._server_state.deadline_passed:
+            return _Ending(Outcome.CLIENT_GONE)
+        kind = error_name(failure)
         why = str(failure) if isinstance(failure, UpstreamError) else f"it ended with {kind}"
-        return Outcome.ERROR, "Draining" if isinstance(failure, asyncio.CancelledError) else kind, why
+        return _Ending(Outcome.ERROR, "Draining" if isinstance(failure, asyncio.CancelledError) else kind, why)
 
 
 def _observed(observe: Callable[[RequestRecord], None], record: RequestRecord) -> None:
@@ -204,7 +224,7 @@ def _observed(observe: Callable[[RequestRecord], None], record: RequestRecord) -
 
 
 def _met(sla: Sla, outcome: Outcome, ttft_ms: float | None, tpot_ms: float | None) -> bool | None:
-    """Tell whether the bounds on times were met; refused and failed requests met none. None: nobody knows."""
+    """Tell whether the bounds on times were met; those that failed, or had no place, met none. None: nobody knows."""
     times = (sla.ttft_ms, ttft_ms), (sla.tpot_ms, tpot_ms)
     late = any(bound is not None and took is not None and took > bound for bound, took in times)
     if outcome is Outcome.CLIENT_GONE:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 from pydantic_core import to_json
 
-from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, RedisClock, connect, outage, read_script
+from router.redis_link import REDIS_TIMEOUT_S, UNAVAILABLE, RedisLink, RedisState, RedisUse, Script, outage
 from router.upstream.json_object import read_json
 from tiers.background import Faults
 from tiers.fleet import Fleet
@@ -44,48 +44,57 @@ class SharedLoad:
     def __init__(self, redis_url: str, fleet: Fleet, waiting_for: Callable[[TierName], int] = lambda _tier: 0) -> None:
         self._fleet, self._waiting_for = fleet, waiting_for
         self._id = secrets.token_hex(8)
-        self._redis = connect(redis_url, 1) if redis_url else None
-        self._clock = RedisClock()
+        self._link = RedisLink(redis_url, RedisUse.LOAD, 1) if redis_url else None
         self._faults = Faults(repeats=False)
         self._routers: dict[str, int] = {}  # by replica, this one among them
         self._content: set[str] = set()  # replicas whose share met the need in the last report
         self._known = False  # whether an exchange has ever succeeded
-        self._lost = False
         self._rise_at = 0.0
-        if self._redis is not None:
-            self._exchange = self._redis.register_script(read_script(__file__, "exchange_load.lua"))
+        if self._link is not None:
+            self._exchange = Script.read(__file__, "exchange_load.lua")
             self._give_all(Share(0, math.inf))
 
+    @property
+    def redis(self) -> RedisState | None:
+        """Return whether Redis shares load; None: there is none."""
+        return None if self._link is None else self._link.state
+
+    @property
+    def _lost(self) -> bool:
+        return self._link is not None and not self._link.state.serves
+
     async def run(self) -> None:
-        while self._redis is not None:
+        while self._link is not None:
             try:
                 if await self.exchange():
                     await self.exchange()  # another router may wait for what this one gives up
             except UNAVAILABLE as error:
-                self._lose(outage(error))
+                self._lose(error)
             except Exception as error:  # noqa: BLE001  no error may end the sharing for good
                 self._faults.log(error, "the load could not be reported to Redis; trying again")
-                self._lose(type(error).__name__)
+                self._lose(error)
             await self._pause()
 
     async def aclose(self) -> None:
-        if self._redis is None:
+        if self._link is None:
             return
         try:
-            await self._redis.hdel(ROUTERS, self._id)
+            await self._link.execute("HDEL", ROUTERS, self._id)
         except UNAVAILABLE:
             log.info("redis does not answer: this router's entry expires by itself")
-        await self._redis.aclose()
+        await self._link.aclose()
 
     async def exchange(self) -> bool:
         """Report this router's load, and apply the answer; return whether a share has fallen. See ``UNAVAILABLE``."""
+        assert self._link is not None
         began = time.monotonic()
         own = self._own(began)
         async with asyncio.timeout(REDIS_TIMEOUT_S):
             for _ in range(2):  # if Redis' clock was set ahead, the second attempt knows
-                until = await self._clock.when(self._redis, began + REDIS_TIMEOUT_S)
-                shown, told = await self._exchange([ROUTERS], [self._id, until, LIFE_S, TURN_S, to_json(own)])
-                self._clock.learn(float(shown))
+                until = await self._link.time_at(began + REDIS_TIMEOUT_S, ROUTERS)
+                args = [self._id, until, LIFE_S, TURN_S, to_json(own)]
+                shown, told = await self._link.run(self._exchange, [ROUTERS], args)
+                self._link.learn_time(float(shown), ROUTERS)
                 if told:
                     break
             else:
@@ -93,7 +102,7 @@ class SharedLoad:
         settled, replicas = read_json(told.encode())
         self._known = True
         if self._lost:
-            self._lost = False
+            self._link.state.recover()
             log.info("redis serves again: the load of other routers counts again")
         return self._take(own, replicas, began + LIFE_S, settled=settled)
 
@@ -137,11 +146,13 @@ class SharedLoad:
             self._fleet.on_capacity()
         return fallen
 
-    def _lose(self, why: str) -> None:
-        now = time.monotonic()
-        if not self._lost:
-            self._lost, self._rise_at = True, now + LIFE_S
-            log.warning("redis does not serve (%s): each router goes by its own view", why)
+    def _lose(self, error: BaseException) -> None:
+        assert self._link is not None
+        now, served = time.monotonic(), self._link.state.serves
+        self._link.state.fail(error)
+        if served:
+            self._rise_at = now + LIFE_S
+            log.warning("redis does not serve (%s): each router goes by its own view", outage(error))
         if not self._known:  # no router is known here
             self._give_all(None)
             return

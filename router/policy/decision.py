@@ -13,14 +13,15 @@ from msgspec import Struct
 
 from classifier import PromptClass, PromptFeatures
 from classifier.kinds import Complexity
-from router.policy.losses import CLASSES, NO_LOSS, ExpectedLoss, mixed
+from router.policy.losses import NO_LOSS, ExpectedLoss, mixed
+from router.policy.published import CLASSES
 from tiers.prefix_memory import Prefix
 from tiers.quantization import quantizations_of
-from tiers.spec import TierName
+from tiers.spec import ReplicaStatus, TierName
 
 if TYPE_CHECKING:
     from tiers.choice import Candidate, Expectation
-    from tiers.spec import ReplicaStatus, TierSpec
+    from tiers.spec import TierSpec
     from tiers.speed import SpeedModel
 
 Bound = Literal["quality", "latency"]
@@ -28,6 +29,10 @@ Sort = Literal["price", "throughput", "latency"]
 Objective = Literal["best", "cheapest"]
 Degraded = Literal["quality", "latency", "unmeasured"]  # the last: nobody knows whether a bound is kept
 ALL_LOST = ExpectedLoss(1.0, 1.0, 1.0)  # of a tier that nothing is known of
+# A finish this much later than another is not noticed: a tenth, as people tell durations apart to about a tenth (Weber's
+# law), and 50 ms, half of what is felt to be at once (Nielsen 1993, "Usability Engineering", chapter 5).
+NOTICEABLE_SHARE = 0.1
+NOTICEABLE_MS = 50.0
 SURE = 0.6  # confidence in a class from which a prompt counts as of that class alone
 
 
@@ -58,7 +63,9 @@ class PolicyParameters:
     def __post_init__(self) -> None:
         """Look up what the tier that the budget names loses: it may lose its most, and others what it loses on average."""
         like = self.losses.get(self.loss_budget, {}) if isinstance(self.loss_budget, TierName) else {}
-        means = [loss.mean for kind, each in like.items() if kind in CLASSES for loss in each.values()]
+        # Small talk has nothing to lose: it must not dilute the mean of what can be lost.
+        kinds = [kind for kind in CLASSES if kind is not PromptClass.SMALL_TALK]
+        means = [loss.mean for kind in kinds if kind in like for loss in like[kind].values()]
         budget = (max(means, default=0.0), fmean(means) if means else 0.0)
         named, other = budget if isinstance(self.loss_budget, TierName) else (self.loss_budget, self.loss_budget)
         object.__setattr__(self, "named_budget", named)
@@ -144,6 +151,7 @@ class Basis(StrEnum):
     LEAST_LOSS = "least_loss"
     NEGLIGIBLE = "negligible"
     BUDGET = "budget"
+    SMALL_TALK = "small_talk"
     DEGRADED_QUALITY = "degraded_quality"
     DEGRADED_LATENCY = "degraded_latency"
     DEGRADED_UNMEASURED = "degraded_unmeasured"
@@ -162,6 +170,12 @@ class Refusal(Enum):
     UNSUPPORTED = "unsupported"
     NO_ADAPTER = "no_adapter"
     EXCLUDED = "excluded"
+
+
+# Refusals that no load and no engine causes: the request, or its key, would have to be another.
+CALLERS_OWN = {Refusal.TOO_LONG, Refusal.NOT_ALLOWED, Refusal.UNSUPPORTED, Refusal.NO_ADAPTER, Refusal.EXCLUDED}
+TIER_ABSENT = "tier_absent"
+SLA_IMPOSSIBLE = "sla_impossible"
 
 
 class Rate(NamedTuple):
@@ -193,10 +207,16 @@ class Estimate(Struct, frozen=True):
     cached: int | None  # prompt tokens that need no prefill on the replica that would serve it
     meets: bool  # it can serve the request within the bounds asked for
     found: Candidate | None = None  # the replica that would serve it, or the first ready one; None: not known
+    finish_ms: float | None = None  # when the caller should have the whole answer; None: the speed is not known
 
     @property
     def under_load(self) -> bool:
         return self.speed is not None and self.speed.under_load
+
+    @property
+    def finishes_in_ms(self) -> float:
+        """Return when the whole answer should be there; infinite where the speed is not known."""
+        return math.inf if self.finish_ms is None else self.finish_ms
 
     @property
     def predicted_ttft_ms(self) -> float | None:
@@ -225,6 +245,16 @@ class Estimate(Struct, frozen=True):
             return None
         drift = 1000 * (1.0 if self.times is None else self.times.drift)
         return Rate(self.speed.engine_ms(1, 0, self.batch) * drift, self.speed.engine_ms(0, 1, self.batch) * drift)
+
+
+def is_noticeably_later(finish_ms: float, soonest_ms: float) -> bool:
+    """Return whether a person would notice that an answer finishes later than another."""
+    return finish_ms > latest_unnoticed_ms(soonest_ms)
+
+
+def latest_unnoticed_ms(soonest_ms: float) -> float:
+    """Return the latest finish that a person does not tell from the soonest."""
+    return soonest_ms + max(soonest_ms * NOTICEABLE_SHARE, NOTICEABLE_MS)
 
 
 class Choice(Struct, frozen=True):
@@ -265,6 +295,7 @@ class Decision(Struct, frozen=True):
     # of a refusal: predicted seconds until it could be served; None: never, as far as is known
     retry_after_s: float | None = None
     longest: int = 0  # of a request too long for every tier that it asks for: tokens that the longest of them takes
+    are_times_impossible: bool = False  # whether it is served though no tier meets its bounds on times at any load
 
     def estimate(self, tier: TierName) -> Estimate:
         """Return what was expected of one tier; ``KeyError``: the fleet had no such tier."""
@@ -276,6 +307,32 @@ class Decision(Struct, frozen=True):
     def rate(self, tier: TierName) -> Rate | None:
         """Return the engine time that a token takes on a tier, as it was priced; None: not known."""
         return next((each.rate for each in self.choice.estimates if each.tier is tier), None)
+
+    @property
+    def requires_absent_tier(self) -> bool:
+        """Tell whether the request was refused because it requires a tier that this router does not serve."""
+        is_named = self.query.require and self.query.hint is not None
+        absent = [each.state is ReplicaStatus.ABSENT for each in self.choice.asked]
+        return self.refusal is Refusal.NOT_READY and is_named and all(absent)
+
+    @property
+    def requires_impossible_bounds(self) -> bool:
+        """Tell whether the request was refused because it requires bounds that no tier meets at any load."""
+        return self.refusal is Refusal.SLA_UNMET and self.retry_after_s is None
+
+    @property
+    def refusal_code(self) -> str | None:
+        """Return why there is no tier, as metrics and records name it; None where there is one."""
+        if self.refusal is None:
+            return None
+        if self.requires_absent_tier:
+            return TIER_ABSENT
+        return SLA_IMPOSSIBLE if self.requires_impossible_bounds else self.refusal.value
+
+    @property
+    def is_callers_mistake(self) -> bool:
+        """Tell whether the request was refused for what it is, so that asking again does not help."""
+        return self.refusal in CALLERS_OWN or self.requires_absent_tier or self.requires_impossible_bounds
 
     @property
     def chosen(self) -> Estimate | None:

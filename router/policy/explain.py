@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from classifier import PromptClass
 from classifier.kinds import Complexity
-from router.policy.decision import SURE, Basis, Refusal
-from router.policy.losses import one_in
+from router.policy.decision import SURE, Basis, Refusal, is_noticeably_later
+from router.policy.losses import of_100
 from tiers.preparing import about
 from tiers.spec import ReplicaStatus
 
@@ -31,10 +31,21 @@ def verdict(choice: Choice, estimate: Estimate) -> str:
     if chosen is None:
         return "not asked for"
     if estimate.loss.mean > estimate.allowed and choice.scarcity < 1:
-        return f"would get {one_in(estimate.loss.mean)} answers wrong, and engine time is not scarce enough for that"
-    if chosen.cost is not None and estimate.cost is not None and estimate.under_load:
-        return f"would do, with {estimate.cost:.2g} s of engine time instead of {chosen.cost:.2g}"
-    return f"would do; {chosen.tier} was taken"
+        wrong = f"may get up to {of_100(estimate.loss.stated_high)} answers wrong"
+        return f"{wrong}, and engine time is not scarce enough for that"
+    return f"would do, {_comparison(estimate, chosen)}"
+
+
+def _comparison(estimate: Estimate, chosen: Estimate) -> str:
+    """Return why a tier that would do as well was not chosen, to follow "would do"."""
+    if estimate.finish_ms is None or chosen.finish_ms is None:
+        return f"but {chosen.tier} was taken"
+    if chosen.cost is not None and estimate.cost is not None and estimate.cost > chosen.cost:
+        engine_time = f"{estimate.cost:.2g} s of engine time instead of {chosen.cost:.2g}"
+        if estimate.finish_ms <= chosen.finish_ms:
+            return f"with {engine_time}"
+        return f"finished in {_seconds(estimate.finish_ms)} instead of {_seconds(chosen.finish_ms)}, with {engine_time}"
+    return f"finished in {_seconds(estimate.finish_ms)} instead of {_seconds(chosen.finish_ms)}"
 
 
 def reason(choice: Choice, longest: int) -> str:
@@ -45,8 +56,9 @@ def reason(choice: Choice, longest: int) -> str:
     chosen, query = choice.chosen, choice.query
     if chosen is None:
         found = "; ".join([f"{each.tier} {verdict(choice, each)}" for each in choice.asked])
-        if query.require and any(each.meets for each in choice.estimates):
-            found += "; tier_policy 'prefer' lets another tier serve"
+        others = [each.tier for each in choice.estimates if each.meets]
+        if query.require and others:
+            found += f"; {' and '.join(others)} can, and tier_policy 'prefer' lets another tier serve"
         # Libraries know these words.
         return f"This model's maximum context length is {longest} tokens: {found}" if longest else found
     found = _why(choice, chosen)
@@ -82,45 +94,98 @@ def _kind(choice: Choice) -> str:
 
 
 def _chosen_text(choice: Choice, chosen: Estimate) -> str:
-    highest, loss, name = choice.estimates[-1].tier, chosen.loss, chosen.tier
-    within = [each for each in choice.asked if each.meets]
+    name = chosen.tier
+    highest = choice.estimates[-1].tier
+    within = [estimate for estimate in choice.asked if estimate.meets]
+    if choice.basis is Basis.SMALL_TALK:
+        return _small_talk_text(choice, chosen, within)
     if choice.basis is Basis.BUDGET:
-        wrong = f"{name} would get {one_in(loss.mean)} answers wrong that {highest} gets right ({loss.basis})"
+        wrong = f"{name} gets up to {of_100(chosen.loss.stated_high)} answers wrong that {highest} gets right"
         when = " while engine time is scarce" if choice.table.objective == "best" else ""
-        return f"{wrong}, within the loss budget{when}, and {_cheap_text(choice, chosen, within)}"
-    worse = [each for each in within if each.loss.mean > max(loss.mean, choice.table.negligible_loss)]
-    parts = [_wrong_text(worse, highest)] if worse else []
+        return f"{wrong} ({chosen.loss.basis}), within the loss budget{when}, and {_advantage(choice, chosen, within)}"
+    parts = []
+    least = max(chosen.loss.mean, choice.table.negligible_loss)
+    worse = [estimate for estimate in within if estimate.loss.mean > least]
+    if worse:
+        parts.append(_wrong_text(worse, highest))
     if choice.basis is Basis.NEGLIGIBLE:
-        good = "loses nothing" if loss.mean == 0 else f"is as good ({one_in(loss.mean)} gets worse, {loss.basis})"
-        parts.append(f"{name} {good}, and {_cheap_text(choice, chosen, within)}")
-    alone = f"no tier loses less than {name}"
-    if len(within) == 1:
-        bound = any(each.obstacle is None and not each.meets for each in choice.asked)
-        obstacles = [f"{each.tier} {each.obstacle_text}" for each in choice.asked if each.obstacle is not None]
-        alone = (
-            "no other tier meets the request's bounds" if bound else f"only {name} can serve: {'; '.join(obstacles)}"
-        )
-    return "; ".join(parts) or alone
+        parts.append(f"{name} {_good_text(chosen, highest)}, and {_advantage(choice, chosen, within)}")
+    if parts:
+        return "; ".join(parts)
+    return _alone_text(choice, chosen, within)
 
 
-def _cheap_text(choice: Choice, chosen: Estimate, within: Sequence[Estimate]) -> str:
-    fit = [each for each in within if not each.unfit]
-    others = [f"{each.tier} {each.cost:.2g}" for each in fit if each.tier is not chosen.tier and each.cost is not None]
-    if chosen.under_load and others:
-        return f"should take {chosen.order():.2g} s of engine time ({', '.join(others)})"
+def _good_text(chosen: Estimate, highest: TierName) -> str:
+    if chosen.loss.mean == 0:
+        return "loses nothing"
+    return f"is as good as {highest} (up to {of_100(chosen.loss.stated_high)} answers get worse, {chosen.loss.basis})"
+
+
+def _small_talk_text(choice: Choice, chosen: Estimate, within: Sequence[Estimate]) -> str:
+    """Return why a tier answers what cannot be right or wrong."""
     rank = choice.rank(chosen.tier)
-    if any(choice.rank(each.tier) < rank for each in fit):
+    lower = [estimate for estimate in within if not estimate.unfit and choice.rank(estimate.tier) < rank]
+    if lower and lower[-1].times is not None and chosen.times is not None:
+        passed_over = f"{lower[-1].tier} would take {_seconds(lower[-1].times.ttft_ms)} to its first token"
+        return f"no precision loses anything, and {passed_over}, {chosen.tier} {_seconds(chosen.times.ttft_ms)}"
+    return f"no precision loses anything, and {chosen.tier} is the lowest that can serve"
+
+
+def _alone_text(choice: Choice, chosen: Estimate, within: Sequence[Estimate]) -> str:
+    if len(within) > 1:
+        return f"no tier loses less than {chosen.tier}"
+    if any(estimate.obstacle is None and not estimate.meets for estimate in choice.asked):
+        return "no other tier meets the request's bounds"
+    obstacles = [f"{each.tier} {each.obstacle_text}" for each in choice.asked if each.obstacle is not None]
+    return f"only {chosen.tier} can serve: {'; '.join(obstacles)}"
+
+
+def _advantage(choice: Choice, chosen: Estimate, within: Sequence[Estimate]) -> str:
+    """Return what decided between the tiers whose loss is allowed."""
+    rank = choice.rank(chosen.tier)
+    fit = [estimate for estimate in within if not estimate.unfit]
+    rivals = [estimate for estimate in fit if estimate is not chosen and estimate.loss.mean <= estimate.allowed]
+    if chosen.under_load and rivals and all(rival.under_load for rival in rivals):
+        return _faster_text(choice, chosen, rivals)
+    if any(choice.rank(estimate.tier) < rank for estimate in fit):
         return "is much faster here than lower precisions"
     return "is the lowest precision that can serve" if rank else "is the lowest precision"
+
+
+def _faster_text(choice: Choice, chosen: Estimate, rivals: Sequence[Estimate]) -> str:
+    """Return by how much a tier should finish sooner than its rivals, or how much engine time it saves if that decided."""
+    finishes_later = any(is_noticeably_later(rival.finishes_in_ms, chosen.finishes_in_ms) for rival in rivals)
+    if choice.table.objective == "best" and finishes_later:
+        return f"should finish soonest: {_finish_text(chosen, rivals)}"
+    costs = ", ".join([f"{rival.tier} {rival.order():.2g}" for rival in rivals])
+    return f"should take {chosen.order():.2g} s of engine time ({costs})"
+
+
+def _finish_text(chosen: Estimate, rivals: Sequence[Estimate]) -> str:
+    """Return when a tier and its rivals should finish, or have their first token if that makes the difference."""
+    rival = max(rivals, key=lambda estimate: estimate.finishes_in_ms)
+    if rival.times is None or chosen.times is None:
+        return f"{chosen.tier} finishes sooner"
+    later_ms = rival.finishes_in_ms - chosen.finishes_in_ms
+    if later_ms > 0 and rival.times.ttft_ms - chosen.times.ttft_ms > later_ms / 2:
+        ttft = _seconds(rival.times.ttft_ms)
+        return f"{rival.tier} would take {ttft} to its first token, {chosen.tier} {_seconds(chosen.times.ttft_ms)}"
+    finish = _seconds(rival.finishes_in_ms)
+    return f"{rival.tier} would take {finish} to the end of its answer, {chosen.tier} {_seconds(chosen.finishes_in_ms)}"
+
+
+def _seconds(milliseconds: float) -> str:
+    """Return a time for people, in seconds of two significant digits."""
+    seconds = milliseconds / 1000
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{float(f'{seconds:.2g}'):g} s"  # noqa: PLR2004
 
 
 def _against(choice: Choice, estimate: Estimate) -> str:
     if estimate.obstacle is not None:
         return estimate.obstacle_text
     if estimate.lossy:
-        loss, bound = estimate.loss, choice.query.sla.max_quality_loss
-        wrong = f"may get {estimate.worst:.3f} of answers wrong (expected {loss.mean:.3f}, {loss.basis})"
-        return f"{wrong}, {bound:g} allowed"
+        wrong = f"may get up to {of_100(estimate.worst)} answers wrong ({estimate.loss.basis})"
+        return f"{wrong}, {of_100(choice.query.sla.max_quality_loss or 0.0)} allowed"
     if estimate.slow:
         return _slow_text(estimate, choice.query, choice.z)
     return _unfit(choice, estimate)
@@ -131,9 +196,10 @@ def _unfit(choice: Choice, estimate: Estimate) -> str:
     if choice.rank(name) < choice.rank(query.hint):
         return f"hint {query.hint} wants {query.hint} or higher"
     if choice.bound is not None and estimate.worst > choice.bound:
-        return f"{_kind(choice)}: {name} may get {estimate.worst:.3f} of answers wrong, {choice.bound:g} allowed"
-    wrong = one_in(estimate.loss.mean)
-    return f"{_kind(choice)}: {name} would get {wrong} answers wrong, more than policy.loss_budget allows"
+        allowed = of_100(choice.bound)
+        return f"{_kind(choice)}: {name} may get up to {of_100(estimate.worst)} answers wrong, {allowed} allowed"
+    wrong = of_100(estimate.loss.mean)
+    return f"{_kind(choice)}: {name} is expected to get {wrong} answers wrong, more than policy.loss_budget allows"
 
 
 def _slow_text(estimate: Estimate, query: Query, z: float) -> str:
@@ -148,9 +214,11 @@ def _slow_text(estimate: Estimate, query: Query, z: float) -> str:
         if bound is None:
             continue
         safe = expected * math.exp(z * spread)
-        if safe > bound:
-            unsure = "" if expected > bound else f", up to {safe:.0f} at the requested confidence"
-            found = f"{name} of {expected:.0f} ms expected{unsure}, {bound:g} allowed"
+        if expected > bound:
+            found = f"cannot meet {name} {bound:g} ms ({expected:.0f} ms expected)"
+        elif safe > bound:
+            sure = f"up to {safe:.0f} ms at the requested confidence"
+            found = f"may not meet {name} {bound:g} ms ({expected:.0f} ms expected, {sure})"
     return found
 
 
@@ -173,10 +241,11 @@ def _sorted_text(chosen: Estimate, sort: Sort) -> str:
     return f"sort {sort}: {chosen.tier} has the least, {value:.2g} {what} expected"
 
 
-def _wrong_text(lower: Sequence[Estimate], highest: TierName) -> str:
-    first, *others = lower
-    wrong = f"{one_in(first.loss.mean)} answers wrong that {highest} gets right ({first.loss.basis})"
-    return "; ".join([f"{first.tier} would get about {wrong}", *(f"{o.tier} {one_in(o.loss.mean)}" for o in others)])
+def _wrong_text(worse: Sequence[Estimate], highest: TierName) -> str:
+    first, *others = worse
+    wrong = f"up to {of_100(first.loss.stated_high)} answers wrong that {highest} gets right ({first.loss.basis})"
+    others_text = [f"{estimate.tier} up to {of_100(estimate.loss.stated_high)}" for estimate in others]
+    return "; ".join([f"{first.tier} may get {wrong}", *others_text])
 
 
 def obstacle_text(obstacle: Refusal, tier: TierSnapshot, query: Query) -> str:

@@ -1,33 +1,35 @@
 """Expected quality loss: the share of answers that a precision gets wrong and the highest one gets right, minus the reverse.
 
-Published losses are known before anything is measured; measured answers update them. Of tasks that at least one of both
-precisions gets right, n in all, let w get worse and b get better. The measured loss and its variance, with half an answer
-added to each outcome (Agresti and Min 2005, "Simple improved confidence intervals for comparing matched proportions"), are
+Published losses (``router/policy/published.py``) are known before anything is measured; measured answers update them. Of
+tasks that at least one of both precisions gets right, n in all, let w get worse and b get better. The measured loss and its
+variance, with half an answer added to each outcome (Agresti and Min 2005, "Simple improved confidence intervals for
+comparing matched proportions"), are
 
     d = (w - b) / (n + 2)        v = (w + b + 1 - (w - b)^2 / (n + 2)) / (n + 2)^2
 
-The expected loss is the mean of d and the published loss m, weighted by the inverse of their variances. That of m is m^2:
-published losses differ between models by about as much as they are. Where m lies ``CONTRADICTED`` standard deviations from
-d, the model is unlike those published, and m hardly counts (``UNLIKE``). A kind is a class and a complexity. The published
-loss of a kind is scaled by what all answers of its class say, so that kinds with few answers follow it (empirical Bayes).
+A lower precision does not answer better but by chance, so the true loss is at least 0. Before any answer it is
+exponentially distributed, with the published loss m as its mean. Then, by Bayes' rule, it is normally distributed with
+mean d - v / m and variance v, cut off below 0. The expected loss is the mean of that distribution. Where m lies
+``CONTRADICTED`` standard deviations from d, the model is unlike those published, and ``UNLIKE`` takes the place of m. A
+kind is a class and a complexity. The published loss of a kind is scaled by what all answers of its class say, so that
+kinds with few answers follow it (empirical Bayes).
 """
 
 from __future__ import annotations
 
 import math
-import tomllib
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from statistics import NormalDist, fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from classifier import PromptClass
 from classifier.kinds import JUDGED, Complexity
 from router.policy.profiles import Flips
-from tiers.quantization import quantizations_of
+from router.policy.published import CLASSES, is_published, published_loss
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from router.policy.profiles import AnswerCount
 
@@ -35,114 +37,244 @@ if TYPE_CHECKING:
     Losses = Mapping[PromptClass, Mapping[Complexity, "ExpectedLoss"]]
 
 CONTRADICTED = 3.0  # of some 40 kinds and tiers one differs by chance in 1 of 10 fleets; at 1.96 two do in each
-UNLIKE = 0.3  # standard deviation of a published loss that the answers contradict
+UNLIKE = 0.3  # mean that takes the place of a published loss that the answers contradict
 ENOUGH = 10  # answers of a kind; fewer hardly count beside what is published
-LEAST = 1e-4  # published losses below this are not told apart
-Z95 = NormalDist().inv_cdf(0.975)
-
-_FILE = tomllib.loads(Path(__file__).with_name("published_losses.toml").read_text("utf-8"))
-_PUBLISHED: dict[str, dict[PromptClass, list[float]]] = {
-    row: {PromptClass(kind): each for kind, each in kinds.items()} for row, kinds in _FILE["losses"].items()
-}  # for trivial, moderate and complex prompts
-_LIKE = {name: (str(like["row"]), float(like["factor"])) for name, like in _FILE["like"].items()}
-CLASSES = tuple(_PUBLISHED["int4"])
+TAIL = 0.05  # probability beyond each end of the 90 % interval
+Z90 = NormalDist().inv_cdf(1 - TAIL)
+FAR = 6.0  # standard deviations beyond which the tail of a normal distribution is taken from its asymptotic series
+# Answers bear a statement alone if without anything published they allow at most this many times the loss that is stated.
+BORNE_WITHIN = 1.25
+_STANDARD = NormalDist()
 # Classes that may be taken for one another; code is told by its marks, a long context by its length.
 DOUBTFUL = tuple(kind for kind in JUDGED if kind is not PromptClass.UNKNOWN)
 
 
+class LossSource(StrEnum):
+    """What an expected loss rests on."""
+
+    PUBLISHED = "published"  # losses of models of this size
+    ESTIMATED = "estimated"  # losses of larger models, or of models of other sizes
+    MEASURED = "measured"  # this model's own answers, which say the same without anything published
+
+
 @dataclass(frozen=True, slots=True)
 class ExpectedLoss:
-    """Share of answers, 0..1, that get worse than the highest precision's: estimate and 95 % interval."""
+    """Share of answers, 0..1, that get worse than the highest precision's: estimate and 90 % interval.
+
+    Attributes:
+        mean: The estimate.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+        answers: Measured answers that moved it.
+        published_for_size: Whether losses of models of this size are published.
+        measured_high: Upper end of the interval by the measured answers alone; None: there are none.
+    """
 
     mean: float
     low: float
     high: float
-    answers: int = 0  # measured ones that it rests on; 0: it is published
+    answers: int = 0
+    published_for_size: bool = True
+    measured_high: float | None = None
+
+    @property
+    def source(self) -> LossSource:
+        """Return what it rests on: on answers only if these bear it alone."""
+        if self.measured_high is not None and self.measured_high <= self.high * BORNE_WITHIN:
+            return LossSource.MEASURED
+        return LossSource.PUBLISHED if self.published_for_size else LossSource.ESTIMATED
+
+    @property
+    def stated_high(self) -> float:
+        """Return the largest loss that is stated to people: where it is called measured, what the answers alone allow."""
+        if self.source is LossSource.MEASURED and self.measured_high is not None:
+            return max(self.high, self.measured_high)
+        return self.high
 
     @property
     def basis(self) -> str:
-        few = f"published, and {self.answers} answers measured" if self.answers else "published"
-        return f"measured on {self.answers} answers" if self.answers >= ENOUGH else few
+        """Return in words what it rests on."""
+        if self.source is LossSource.MEASURED:
+            return f"measured on {self.answers} answers"
+        known = "published for models of this size"
+        if self.source is LossSource.ESTIMATED:
+            known = "estimated from what is published for other models"
+        return f"{known}; {self.answers} answers here do not tell more yet" if self.answers else known
 
 
 NO_LOSS = ExpectedLoss(0.0, 0.0, 0.0)
 
 
-def published(precision: str, kind: Kind) -> float:
-    """Return the published loss of a precision, as ``TierSpec`` has it, on a kind of prompt; of several, the largest."""
-    at = tuple(Complexity).index(kind[1])
-    rows = [_LIKE[name] for name in quantizations_of(precision)]
-    return max(_PUBLISHED[row][kind[0]][at] * factor for row, factor in rows)
+def losses(precision: str, counts: Iterable[AnswerCount], parameters: float | None) -> Losses:
+    """Return a tier's expected loss of each kind, ``UNKNOWN`` included.
+
+    Args:
+        precision: Of the tier, as in ``TierSpec``.
+        counts: What was measured of the tier.
+        parameters: Of the model; None: not known.
+    """
+    flips_by_kind = {(count.prompt_class, count.complexity): count.flips for count in counts}
+    expected: dict[PromptClass, dict[Complexity, ExpectedLoss]] = {}
+    for prompt_class in CLASSES:
+        expected[prompt_class] = _losses_of_class(precision, prompt_class, flips_by_kind, parameters)
+    expected[PromptClass.UNKNOWN] = {}
+    for complexity in Complexity:
+        doubtful = [expected[prompt_class][complexity] for prompt_class in DOUBTFUL]
+        expected[PromptClass.UNKNOWN][complexity] = mean_loss(doubtful)
+    return expected
 
 
-def losses(precision: str, counts: Iterable[AnswerCount]) -> Losses:
-    """Return a tier's expected loss of each kind, ``UNKNOWN`` included, by its precision and what was measured of it."""
-    flips = {(count.prompt_class, count.complexity): count.flips for count in counts}
-    found: dict[PromptClass, dict[Complexity, ExpectedLoss]] = {}
-    for kind in CLASSES:
-        kinds = [(kind, complexity) for complexity in Complexity]
-        scale = _scale(precision, {one: flips[one] for one in kinds if one in flips})
-        found[kind], easier = {}, NO_LOSS
-        for one in kinds:
-            loss = updated(published(precision, one) * scale, flips.get(one, Flips(0, 0, 0)))
-            easier = found[kind][one[1]] = _at_least(loss, easier)
-    found[PromptClass.UNKNOWN] = {each: mean_loss([found[kind][each] for kind in DOUBTFUL]) for each in Complexity}
-    return found
+def updated(prior: float, flips: Flips, *, published_for_size: bool = True) -> ExpectedLoss:
+    """Return what measured answers make of a published loss.
 
-
-def updated(prior: float, flips: Flips) -> ExpectedLoss:
-    n, net = flips.answers, flips.worse - flips.better
-    if prior < LEAST and not n:
-        return NO_LOSS
-    prior = max(prior, LEAST)
-    mean, variance = prior, prior**2
-    if n:
-        seen = net / (n + 2)
-        seen_variance = (flips.worse + flips.better + 1 - net * seen) / (n + 2) ** 2
-        if abs(seen - prior) > CONTRADICTED * math.sqrt(seen_variance):
-            variance = UNLIKE**2
-        weight = seen_variance / (seen_variance + variance)
-        mean, variance = weight * prior + (1 - weight) * seen, weight * variance
-    mean, spread = min(max(mean, 0.0), 1.0), Z95 * math.sqrt(variance)
-    return ExpectedLoss(mean, max(mean - spread, 0.0), min(mean + spread, 1.0), n)
-
-
-def mean_loss(losses: Iterable[ExpectedLoss]) -> ExpectedLoss:
-    each = list(losses)
-    mean, low, high = (fmean(getattr(loss, part) for loss in each) for part in ("mean", "low", "high"))
-    return ExpectedLoss(mean, low, high, sum(loss.answers for loss in each))
-
-
-def mixed(one: ExpectedLoss, other: ExpectedLoss, share: float) -> ExpectedLoss:
-    """Return the loss of prompts of which a share is of one kind, and the rest of another."""
-    rest = 1 - share
+    Args:
+        prior: The published loss: share of answers, 0..1.
+        flips: The measured answers; there may be none.
+        published_for_size: Whether losses of models of this size are published.
+    """
+    if prior == 0:
+        return replace(NO_LOSS, published_for_size=published_for_size)
+    if flips.answers == 0:
+        return ExpectedLoss(
+            mean=prior,
+            low=-prior * math.log(1 - TAIL),
+            high=min(-prior * math.log(TAIL), 1.0),
+            published_for_size=published_for_size,
+        )
+    seen, variance = measured_loss(flips)
+    if abs(seen - prior) > CONTRADICTED * math.sqrt(variance + prior**2):
+        prior = UNLIKE
+    loss = _PositiveNormal(seen - variance / prior, math.sqrt(variance))
+    answers_alone = _PositiveNormal(seen, math.sqrt(variance))
     return ExpectedLoss(
-        share * one.mean + rest * other.mean,
-        share * one.low + rest * other.low,
-        share * one.high + rest * other.high,
-        one.answers,
+        mean=min(loss.mean, 1.0),
+        low=loss.quantile(TAIL),
+        high=min(loss.quantile(1 - TAIL), 1.0),
+        answers=flips.answers,
+        published_for_size=published_for_size,
+        measured_high=min(answers_alone.quantile(1 - TAIL), 1.0),
     )
 
 
-def _scale(precision: str, flips: Mapping[Kind, Flips]) -> float:
+class _PositiveNormal(NamedTuple):
+    """A normal distribution, cut off below 0."""
+
+    location: float
+    deviation: float
+
+    @property
+    def mean(self) -> float:
+        """Return its mean (Johnson, Kotz and Balakrishnan 1994, "Continuous Univariate Distributions", 13.10)."""
+        cut = -self.location / self.deviation
+        if cut > FAR:
+            return self.deviation * (1 / cut - 2 / cut**3)  # what is left of the asymptotic series is below 10 / cut**5
+        return self.location + self.deviation * _STANDARD.pdf(cut) / (1 - _STANDARD.cdf(cut))
+
+    def quantile(self, share: float) -> float:
+        """Return the value below which a share of it lies."""
+        cut = -self.location / self.deviation
+        if cut > FAR:
+            return self.deviation * (math.sqrt(cut**2 - 2 * math.log(1 - share)) - cut)
+        below = _STANDARD.cdf(cut)
+        return max(self.location + self.deviation * _STANDARD.inv_cdf(below + share * (1 - below)), 0.0)
+
+
+def measured_loss(flips: Flips) -> tuple[float, float]:
+    """Return the measured loss and its variance; see the head of this module."""
+    net = flips.worse - flips.better
+    seen = net / (flips.answers + 2)
+    variance = (flips.worse + flips.better + 1 - net * seen) / (flips.answers + 2) ** 2
+    return seen, variance
+
+
+def mean_loss(losses: Sequence[ExpectedLoss]) -> ExpectedLoss:
+    """Return the loss of prompts that are of each of several kinds equally often."""
+    measured = [loss.measured_high for loss in losses if loss.measured_high is not None]
+    return ExpectedLoss(
+        mean=fmean(loss.mean for loss in losses),
+        low=fmean(loss.low for loss in losses),
+        high=fmean(loss.high for loss in losses),
+        answers=sum(loss.answers for loss in losses),
+        published_for_size=all(loss.published_for_size for loss in losses),
+        measured_high=fmean(measured) if len(measured) == len(losses) else None,
+    )
+
+
+def mixed(first: ExpectedLoss, second: ExpectedLoss, share: float) -> ExpectedLoss:
+    """Return the loss of prompts of which a share, 0..1, is of a first kind, and the rest of a second."""
+    rest = 1 - share
+    measured_high = None
+    if first.measured_high is not None and second.measured_high is not None:
+        measured_high = share * first.measured_high + rest * second.measured_high
+    return ExpectedLoss(
+        mean=share * first.mean + rest * second.mean,
+        low=share * first.low + rest * second.low,
+        high=share * first.high + rest * second.high,
+        answers=first.answers,
+        published_for_size=first.published_for_size,
+        measured_high=measured_high,
+    )
+
+
+def of_100(share: float) -> str:
+    """Return a share of answers for people, as in "2.1 of 100"."""
+    answers = share * 100
+    if answers == 0:
+        return "none of 100"
+    if answers < 0.01:  # noqa: PLR2004
+        return "under 0.01 of 100"
+    if answers < 0.1:  # noqa: PLR2004
+        return f"{answers:.2f} of 100"
+    if answers < 9.95:  # noqa: PLR2004  it would be rounded to 10.0
+        return f"{answers:.1f} of 100"
+    return f"{answers:.0f} of 100"
+
+
+def _losses_of_class(
+    precision: str, prompt_class: PromptClass, flips_by_kind: Mapping[Kind, Flips], parameters: float | None
+) -> dict[Complexity, ExpectedLoss]:
+    flips_of_class = {kind: flips for kind, flips in flips_by_kind.items() if kind[0] is prompt_class}
+    scale = _scale(precision, flips_of_class, parameters)
+    by_complexity: dict[Complexity, ExpectedLoss] = {}
+    easier = NO_LOSS
+    for complexity in Complexity:
+        kind = (prompt_class, complexity)
+        prior = min(published_loss(precision, kind, parameters) * scale, 1.0)
+        flips = flips_by_kind.get(kind, Flips(0, 0, 0))
+        easier = _at_least(updated(prior, flips, published_for_size=is_published(parameters)), easier)
+        by_complexity[complexity] = easier
+    return by_complexity
+
+
+def _scale(precision: str, flips_by_kind: Mapping[Kind, Flips], parameters: float | None) -> float:
     """Return by what the published losses of a class are multiplied for this model, by all of its answers."""
-    answers = sum(one.answers for one in flips.values())
-    if not answers:
+    answers = sum(flips.answers for flips in flips_by_kind.values())
+    if answers == 0:
         return 1.0
-    prior = max(sum(published(precision, kind) * one.answers for kind, one in flips.items()) / answers, LEAST)
-    together = Flips(answers, sum(one.worse for one in flips.values()), sum(one.better for one in flips.values()))
+    prior = 0.0
+    for kind, flips in flips_by_kind.items():
+        prior += published_loss(precision, kind, parameters) * flips.answers / answers
+    if prior == 0:
+        return 1.0
+    together = Flips(
+        answers,
+        sum(flips.worse for flips in flips_by_kind.values()),
+        sum(flips.better for flips in flips_by_kind.values()),
+    )
     return updated(prior, together).mean / prior
 
 
 def _at_least(loss: ExpectedLoss, easier: ExpectedLoss) -> ExpectedLoss:
+    """Return a kind's loss, which is no less than that of an easier kind."""
     if loss.mean >= easier.mean:
         return loss
-    return ExpectedLoss(easier.mean, max(loss.low, easier.low), max(loss.high, easier.high), loss.answers)
-
-
-def one_in(loss: float) -> str:
-    if loss < 0.001:  # noqa: PLR2004
-        return "fewer than 1 in 1,000"
-    if loss > 0.4:  # noqa: PLR2004
-        return f"{min(round(loss * 10), 10)} in 10"
-    return f"1 in {round(1 / loss):,}"
+    measured_high = loss.measured_high
+    if measured_high is not None and easier.measured_high is not None:
+        measured_high = max(measured_high, easier.measured_high)
+    return replace(
+        loss,
+        mean=easier.mean,
+        low=max(loss.low, easier.low),
+        high=max(loss.high, easier.high),
+        measured_high=measured_high,
+    )

@@ -27,6 +27,7 @@ def _estimate(estimate: Estimate, verdict: str) -> dict[str, Any]:
         "expected_loss": loss["mean"],
         "expected_loss_interval": [loss["low"], loss["high"]],
         "loss_answers": loss["answers"],
+        "loss_source": loss["source"],
         "cost": estimate.rounded_cost,
         "cached_prompt_tokens": estimate.cached,
         "verdict": verdict,
@@ -34,8 +35,13 @@ def _estimate(estimate: Estimate, verdict: str) -> dict[str, Any]:
 
 
 def render_loss(loss: ExpectedLoss) -> dict[str, Any]:
-    mean, low, high = (round(part, 5) for part in (loss.mean, loss.low, loss.high))
-    return {"mean": mean, "low": low, "high": high, "answers": loss.answers}
+    return {
+        "mean": round(loss.mean, 5),
+        "low": round(loss.low, 5),
+        "high": round(loss.stated_high, 5),
+        "answers": loss.answers,
+        "source": loss.source.value,
+    }
 
 
 def render_decision(decision: Decision) -> dict[str, Any]:

@@ -33,8 +33,9 @@ class PolicySettings(Section, reloads=AllBut({"profiles"})):
 
     objective: Literal["best", "cheapest"] = Field(
         "best",
-        description="`best`: the highest precision that has room and keeps a request's bounds; as its slots fill, lower "
-        "ones, up to the loss budget. `cheapest`: least engine time times price within the loss budget, at any load.",
+        description="`best`: of the tiers that lose next to nothing, the one that should finish soonest; as the slots of "
+        "the highest precision fill, also lossier ones, up to the loss budget. `cheapest`: least engine time times price "
+        "within the loss budget, at any load.",
     )
     loss_budget: Share | LikeTier = Field(
         LikeTier(),
@@ -52,6 +53,11 @@ class PolicySettings(Section, reloads=AllBut({"profiles"})):
     )
     prices: dict[TierName, PositiveFloat] = Field(
         {}, description="Weight of an engine-second of each tier; 1 if not given."
+    )
+    model_parameters: PositiveFloat | None = Field(
+        None,
+        description="Number of the model's parameters, such as `8e9`: smaller models lose more than those whose losses are "
+        "published. Unset: from the checkpoint, else from the model's name.",
     )
     profiles: Path = Field(
         default_factory=lambda: cache_dir() / "profiles",

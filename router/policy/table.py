@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from classifier.kinds import Complexity
 from router.policy.decide import successors
 from router.policy.decision import BY_CALLER, PolicyParameters
-from router.policy.losses import ENOUGH, losses, one_in
+from router.policy.losses import ENOUGH, losses, of_100
+from router.policy.model_size import parameters_of
 from router.policy.profiles import (
     REFERENCE,
     ProfileError,
@@ -46,6 +47,10 @@ LOOK_S = 2.0
 HOPELESS = 10  # tasks of a kind, of which less than one that a precision gets right: it is too hard for the model
 MOST_MEANT = 0.05  # share of answers: a larger bound is likely to be one of tokens, as earlier releases had it
 POINTLESS_BATCH = 4  # sequences, at which speeds are compared too
+WHERE_IT_PAYS = (
+    "That is usual for small models on a CPU; on a GPU reading the weights takes most of the time, so fewer bits are "
+    "usually faster. The router works all the same and knows which tier is faster."
+)
 
 
 @dataclass(slots=True)
@@ -62,18 +67,25 @@ class LossTally:
 class PolicyStore:
     """Holds the parameters that decisions are made by; they are a value, and replaced as a whole."""
 
-    def __init__(self, settings: PolicySettings, fleet: Fleet) -> None:
-        self._settings, self._fleet = settings, fleet
+    def __init__(self, settings: PolicySettings, fleet: Fleet, model: str) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._model = model
         self.tally = LossTally()
         self._asked: Counter[Kind] = Counter()
         self._seen: list[object] = []
         self.quality: QualityProfile | None = None
-        self.table = policy_table(settings, fleet.specs)
+        self.table = policy_table(settings, fleet.specs, self._parameters)
         self._load()
 
     def use(self, settings: PolicySettings) -> None:
         self._settings = settings
         self._load()
+
+    @property
+    def _parameters(self) -> float | None:
+        """Return the number of the model's parameters; None: not known."""
+        return parameters_of(self._fleet.specs, self._model, self._settings.model_parameters)
 
     @property
     def _identities(self) -> dict[TierName, str | None]:
@@ -128,7 +140,7 @@ class PolicyStore:
 
     @property
     def pointless(self) -> dict[TierName, str]:
-        """Return the tiers that a higher precision makes pointless, being faster and losing less, with that tier."""
+        """Return the tiers that may not pay, because a higher precision is faster and loses less, with words for people."""
         speeds, found = self._fleet.speeds, {}
         specs = [spec for spec in self._fleet.specs if spec.name in speeds]
         means = {spec.name: _mean(self.table.losses.get(spec.name, {})) for spec in specs}
@@ -137,10 +149,12 @@ class PolicyStore:
                 slow, fast = speeds[lower.name], speeds[higher.name]
                 batches = (1, min(POINTLESS_BATCH, lower.max_num_seqs))
                 if means[lower.name] >= means[higher.name] and all(slow.step_ms(b) > fast.step_ms(b) for b in batches):
+                    times = (
+                        f"a token takes {slow.step_ms(1):.0f} ms there and {fast.step_ms(1):.0f} ms on {higher.name}"
+                    )
                     found[lower.name] = (
-                        f"{lower.name} is slower than {higher.name} here ({slow.step_ms(1):.0f} instead of "
-                        f"{fast.step_ms(1):.0f} ms a token) and loses more answers: leave it out with "
-                        f"tiers.{lower.name}.replicas = 0"
+                        f"{lower.name} may not pay with this model on this machine: {times}, which also loses fewer "
+                        f"answers. {WHERE_IT_PAYS} To leave {lower.name} out: tiers.{lower.name}.replicas = 0."
                     )
         return found
 
@@ -176,14 +190,14 @@ class PolicyStore:
         except ProfileError as error:
             log.warning("%s; speed counts as not measured under load", error)
         adapters = {name: self._profile(path) for name, path in self._adapter_files.items()}
-        self.table = policy_table(self._settings, self._fleet.specs, self.quality, adapters)
+        self.table = policy_table(self._settings, self._fleet.specs, self._parameters, self.quality, adapters)
         measured = {count.tier for count in self.quality.counts} if self.quality is not None else ()
         self._fleet.rank_by_loss(
             {tier: _mean(self.table.losses[tier]) for tier in measured if tier in self.table.losses}
         )
         self._set_speeds({fit.tier: fit.model for fit in latency.fits} if latency is not None else {})
         for why in self.pointless.values():
-            log.warning("%s", why)
+            log.info("%s", why)
 
     def _profile(self, path: Path) -> QualityProfile | None:
         try:
@@ -203,19 +217,30 @@ class PolicyStore:
 def policy_table(
     policy: PolicySettings,
     specs: Iterable[TierSpec],
+    parameters: float | None,
     profile: QualityProfile | None = None,
     adapters: Mapping[str, QualityProfile | None] | None = None,
 ) -> PolicyParameters:
-    """Return the policy's parameters; without a profile of the checkpoints, or of an adapter, published losses count."""
-    specs, bounds = tuple(specs), {f"policy.max_loss.{kind.value}": most for kind, most in policy.max_loss.items()}
+    """Return the policy's parameters; without a profile of the checkpoints, or of an adapter, published losses count.
+
+    Args:
+        policy: The settings.
+        specs: All tiers.
+        parameters: Of the model; None: not known.
+        profile: What was measured of the tiers.
+        adapters: What was measured of LoRA adapters, by name.
+    """
+    specs = tuple(specs)
+    bounds = {f"policy.max_loss.{kind.value}": most for kind, most in policy.max_loss.items()}
     for name, most in ({"policy.loss_budget": policy.loss_budget} | bounds).items():
         if not isinstance(most, LikeTier) and most > MOST_MEANT:
-            log.warning("%s = %g lets %s answers get worse: it counts answers, not tokens", name, most, one_in(most))
+            log.warning("%s = %g lets %s answers get worse: it counts answers, not tokens", name, most, of_100(most))
     of_adapters: dict[str, dict[TierName, Losses]] = {}
     if adapters:
-        of_adapters = {name: _losses(specs, found) for name, found in adapters.items()} | {"": _losses(specs, None)}
+        of_adapters = {name: _losses(specs, found, parameters) for name, found in adapters.items()}
+        of_adapters[""] = _losses(specs, None, parameters)
     return PolicyParameters(
-        losses=_losses(specs, profile),
+        losses=_losses(specs, profile, parameters),
         max_loss=policy.max_loss,
         objective=policy.objective,
         loss_budget=policy.loss_budget.like if isinstance(policy.loss_budget, LikeTier) else policy.loss_budget,
@@ -228,12 +253,15 @@ def policy_table(
     )
 
 
-def _losses(specs: Iterable[TierSpec], profile: QualityProfile | None) -> dict[TierName, Losses]:
-    return {
-        spec.name: losses(_precision(spec), profile.of(spec.name) if profile is not None else ())
-        for spec in specs
-        if spec.name is not REFERENCE
-    }
+def _losses(
+    specs: Iterable[TierSpec], profile: QualityProfile | None, parameters: float | None
+) -> dict[TierName, Losses]:
+    expected = {}
+    for spec in specs:
+        if spec.name is not REFERENCE:
+            counts = profile.of(spec.name) if profile is not None else ()
+            expected[spec.name] = losses(_precision(spec), counts, parameters)
+    return expected
 
 
 def _precision(spec: TierSpec) -> str:

@@ -26,6 +26,10 @@ ANSWER_TIMEOUT_S = 900.0
 TRY_LATER = {httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE}
 
 
+class NoRouterError(ProfileError):
+    """What answers at the router's address is no router."""
+
+
 def first_of(errors: BaseExceptionGroup[ProfileError]) -> ProfileError:
     first = errors.exceptions[0]
     return first_of(first) if isinstance(first, BaseExceptionGroup) else first
@@ -171,17 +175,21 @@ class RouterClient(Client):
             raise ProfileError(f"no router answers at {self._url} ({why}): 'make up' starts one") from error
         if response.status_code == httpx.codes.UNAUTHORIZED:
             raise ProfileError("the router needs a key: give one in the variable QARR_KEY")
-        found = response.json()
-        if found.get("scope") == "own" and any(t["identity"] is None for t in found["tiers"]):
+        try:
+            found = response.json()
+            known = found["tiers"]
+        except (ValueError, KeyError, TypeError):
+            raise NoRouterError(f"{self._url}/tiers answered HTTP {response.status_code}: is this a router?") from None
+        if found.get("scope") == "own" and any(t["identity"] is None for t in known):
             raise ProfileError(
                 "what its engines serve is known by their addresses alone, which the router shows to operators: give a key "
                 "made with --admin in the variable QARR_KEY"
             )
-        replicas = [r for t in found["tiers"] for r in t["replicas"]]
+        replicas = [r for t in known for r in t["replicas"]]
         return FleetState(
             model=found["model"],
             machine=found["machine"],
-            checkpoints={TierName(t["tier"]): t["identity"] for t in found["tiers"]},
+            checkpoints={TierName(t["tier"]): t["identity"] for t in known},
             tiers={
                 TierName(t["tier"]): MeasuredTier(
                     t["identity"],
@@ -190,7 +198,7 @@ class RouterClient(Client):
                     t["max_model_len"],
                     t["adapters"],
                 )
-                for t in found["tiers"]
+                for t in known
                 if t["state"] == "ready"
             },
             in_flight=sum(r["in_flight"] for r in replicas),

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from router.line_file import begin_line
 from router.policy.profiles import REFERENCE, ProfileError, QualityProfile
 from router.profiling.checks import RunsCheck
 from router.profiling.client import first_of
@@ -201,6 +202,7 @@ class _Run:
     def _keep(self, answer: Judged) -> None:
         self._answers[answer.task, answer.tier] = answer
         with self._plan.journal.open("a") as journal:
+            begin_line(journal)
             line = {"setting": self._settings[answer.tier], "answer": answer.model_dump(mode="json")}
             journal.write(json.dumps(line) + "\n")
 

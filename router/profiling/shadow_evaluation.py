@@ -80,6 +80,8 @@ class ShadowEvaluation:
         """Keep a served prompt, by chance: only in memory, only until it is checked or newer ones replace it."""
         if messages is None or decision.query.adapter is not None or tier is REFERENCE:
             return  # an adapter's loss is not the model's
+        if decision.query.features.prompt_class is PromptClass.SMALL_TALK:
+            return  # no answer to it is right or wrong, so two that differ say nothing
         if random.random() < self.share:  # noqa: S311  no secret
             self._samples.append(Sample(decision.query.features.prompt_class, messages, tier))
 

@@ -40,7 +40,7 @@ class TakenError(TakeoverError):
     """Another router has taken over first."""
 
 
-def control_path(folder: Path, port: int) -> Path:
+def control_path(folder: Path, port: int | str) -> Path:
     return folder / f"router-{port}.sock"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
+import select
 import socket
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from starlette.responses import Response
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from router.server.connection_limit import ConnectionLimit
 from router.server.errors import (
     BodyTooLargeError,
     HeadTooLargeError,
@@ -38,18 +39,21 @@ log = logging.getLogger(f"qarr.{__name__}")
 LINGER_S = 5.0
 LINGER_BYTES = 64 << 20
 PIPELINED = 16  # requests that may wait on one connection
-SPARE_CONNECTIONS = 64  # beyond the bound: these get an error, further ones are dropped
 FRAMING = 8  # bytes on the wire for each byte of a body: a chunk of one byte takes six
 UNSENT_BYTES = 1 << 16  # of an answer that the kernel may hold unsent
 MAX_HEADERS = 100  # of a request
 LARGE_ANSWER = 1 << 18  # bytes of an answer that its client leaves untaken
 UNTAKEN_BYTES = 1 << 26  # of all such answers together: beyond, whoever has left its longest is cut
-FILES_BESIDES = 256  # open files besides connections
+FIRST_LOOK_S = 0.05  # until a client that has left has answered with a reset; meanwhile nothing is sent to it
+LEFT_POLL_S = 0.2  # between two further looks
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def protocol_for(bounds: ServerSettings, refusal: Refusal) -> type[LimitedHttpProtocol]:
     """Return the protocol class that uvicorn instantiates for each connection; ``refusal`` answers what is not served."""
-    return type("BoundedProtocol", (LimitedHttpProtocol,), {"bounds": bounds, "refusal": staticmethod(refusal)})
+    limit = ConnectionLimit.of_this_process(bounds.max_connections)
+    members = {"bounds": bounds, "limit": limit, "refusal": staticmethod(refusal)}
+    return type("BoundedProtocol", (LimitedHttpProtocol,), members)
 
 
 def bound_unsent(sock: socket.socket) -> None:
@@ -61,27 +65,11 @@ def bound_unsent(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
 
-def allow_files(connections: int) -> None:
-    """Raise the limit of open files for so many connections, each with one to an engine; warn if it stays too low."""
-    needed = 2 * connections + FILES_BESIDES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return
-    wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    if soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    if wanted < needed:
-        log.warning(
-            "this process may open %d files, and server.max_connections = %d needs %d: raise the limit (ulimit -n) or lower "
-            "the setting", wanted, connections, needed,
-        )  # fmt: skip
-
-
 class LimitedHttpProtocol(HttpToolsProtocol):
     """A client's connection, with the bounds of the settings."""
 
     bounds: ClassVar[ServerSettings]
+    limit: ClassVar[ConnectionLimit]
     refusal: ClassVar[Refusal]
     untaken: ClassVar[dict[LimitedHttpProtocol, None]] = {}  # with much that was not taken, the longest first
     _part = 0  # number of the head or body that comes
@@ -95,11 +83,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _client: Responder | None = None  # of the request that is answered; ``cycle`` is the last one read
     _deadline: asyncio.TimerHandle | None = None  # for what the client must send
     _stalled: asyncio.TimerHandle | None = None  # for what it must read
+    _half_closed = False  # the client sends nothing more: it waits for its answer, or has left
+    _left_poll: asyncio.TimerHandle | None = None
+    _is_full = False  # the transport holds as much as it may of what was sent
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        beyond = len(self.connections) - self.bounds.max_connections
-        if beyond > SPARE_CONNECTIONS:
+        beyond = len(self.connections) - self.limit.served
+        if beyond > self.limit.spare:
             transport.abort()
             return
         self._crowded = beyond > 0
@@ -110,6 +101,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._abandon()
         self._settle()
         self._unstall()
+        if self._left_poll is not None:
+            self._left_poll.cancel()
         super().connection_lost(exc)
         # They refer to this connection: without them its memory is freed without a garbage collection.
         self._client = self.cycle = None  # type: ignore[assignment]
@@ -144,6 +137,52 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(HeadTooLargeError(self.bounds.max_header_bytes, MAX_HEADERS))
         elif self.cycle is None or self.cycle.response_complete:
             self._expect()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Let a client that has sent its whole request have its answer (RFC 9112, section 6.3); close otherwise.
+
+        A client that leaves closes its side as well, and the kernel tells no difference before something is sent to it. So a
+        word is sent at once: the kernel of a client that has left answers with a reset.
+        """
+        if self._half_closed:
+            return True
+        is_owed = self.cycle is not None and not self.cycle.response_complete and not self._in_body
+        if not is_owed or self._leaving or not self.transport.can_write_eof():  # TLS has no half-closed connections
+            return False
+        self._half_closed = True
+        if not self.pipeline:
+            self.cycle.keep_alive = False
+        self._send_probe()
+        self.flow.pause_writing()  # what a resumable stream sends now would count as taken
+        self._left_poll = self.loop.call_later(FIRST_LOOK_S, self._look_first)
+        return True
+
+    def _send_probe(self) -> None:
+        """Send what clients ignore: an interim answer before the head, a comment between the events of a stream."""
+        client = self._client
+        if client is None or self.flow.write_paused:
+            return
+        if client.cycle.response_started:
+            client.send_comment()
+        elif client.cycle.scope["http_version"] != "1.0":  # it knows no interim answers
+            self.transport.write(CONTINUE)
+
+    def _look_first(self) -> None:
+        if not self._look_whether_left() and not self._is_full:
+            self.flow.resume_writing()
+
+    def _look_whether_left(self) -> bool:
+        """Abort the connection of a client that has left, and tell so; otherwise look again in a while."""
+        self._left_poll = None
+        if self.transport.is_closing():
+            return True
+        poller = select.poll()
+        poller.register(self.transport.get_extra_info("socket").fileno(), 0)
+        if poller.poll(0):  # POLLERR or POLLHUP, which a reset gives
+            self.transport.abort()
+            return True
+        self._left_poll = self.loop.call_later(LEFT_POLL_S, self._look_whether_left)
+        return False
 
     def _ignore_upgrade(self, rest: bytes) -> None:
         """Read a request without its wish for an upgrade (RFC 9110, section 7.8), for which the parser skips the body."""
@@ -197,7 +236,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if not self._names_one_host():
             return NotHttpError("a request needs one Host header, and not more than one (RFC 9112, section 3.2)")
         if self._crowded:
-            there = f"{bounds.max_connections} connections are open already"
+            there = f"{self.limit.served} connections are open already"
             return TooManyConnectionsError(f"{there}: try again later, or keep connections and use them again")
         if len(self.pipeline) >= PIPELINED:
             return NotHttpError(f"more than {PIPELINED} requests wait on one connection")
@@ -217,6 +256,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.server_state.total_requests += 1
             return
         super().on_response_complete()
+        if self._half_closed and self.cycle.response_complete and not self.transport.is_closing():
+            self._close()
 
     def send_400_response(self, msg: str) -> None:
         del msg
@@ -225,10 +266,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._is_full = True
         self._stall()
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._is_full = False
         if not self.transport.is_closing():
             self._unstall()
 

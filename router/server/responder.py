@@ -18,6 +18,8 @@ OUT = "qarr.out"  # in a scope: the request's ``Responder``
 HOLD = "qarr.hold"  # in the message that starts an answer: its body follows at once
 CLIENT_GONE = 499  # nginx's status for a request whose client closed the connection
 _NO_BODY = {204, 304}
+# Some clients take an empty line for the end of an event, even after a comment: a comment has one line end.
+KEEP_ALIVE = b": waiting\n"
 
 
 class Responder:
@@ -28,8 +30,8 @@ class Responder:
     """
 
     __slots__ = (
-        *("_chunked", "_early", "_head", "_left", "_timer", "begun", "cancels", "complete", "cycle", "early", "outer"),
-        *("server_state", "status", "streams", "task"),
+        *("_chunked", "_early", "_has_sent", "_head", "_interval_s", "_left", "_timer", "begun", "cancels", "complete"),
+        *("cycle", "early", "outer", "server_state", "status", "streams", "task"),
     )
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
@@ -41,7 +43,9 @@ class Responder:
         self._left: int | None = None  # bytes of the body to come; None: its end is told otherwise
         self.task: asyncio.Task[Any] | None = None  # that answers
         self.cancels = False  # cancel it once the client leaves before it has the whole answer
+        self._interval_s: float | None = None  # longest silence of a stream; None: any
         self._timer: asyncio.TimerHandle | None = None
+        self._has_sent = False  # something of a stream, since the last look at its silence
         self._early: asyncio.Task[None] | None = None
         self.outer: Any = None  # by which heads pass the layers around the application; bodies are of no use to them
         self.server_state: ServerState | None = None
@@ -50,10 +54,12 @@ class Responder:
 
     def close(self) -> None:
         """Let go of what leads here, or the garbage collector would have to."""
+        self._stop_timer()
         self.task = self.outer = None
         del self.cycle.scope[OUT], self.cycle.send  # type: ignore[literal-required]
 
     def leave(self) -> None:
+        self._stop_timer()
         self.cycle.disconnected = True
         self.cycle.message_event.set()
         if self.cancels and self.task is not None:
@@ -70,6 +76,7 @@ class Responder:
                 if self._early is not None:
                     await asyncio.wait({self._early})
                 if self.early:
+                    self._watch_silence()
                     return
             self.begun, self.status = True, message["status"]
             media_type = dict(message.get("headers", ())).get(b"content-type", b"")
@@ -78,9 +85,15 @@ class Responder:
                 others = [(name, value) for name, value in message.get("headers", ()) if name != b"connection"]
                 message = {**message, "headers": [*others, (b"connection", b"close")]}
         await self.outer(message)
+        if self.streams and self._interval_s is not None:
+            self._watch_silence()
 
-    def await_first(self, interval_s: float, head: Callable[[], Any]) -> None:
-        """Send a stream's head, as made then, if it is late by this, then comments at this interval: proxies cut silence."""
+    def break_silences(self, interval_s: float, head: Callable[[], Any]) -> None:
+        """Send comments at this interval while a stream is silent, for proxies cut silent connections.
+
+        If its first event is late, the stream begins with a comment, after ``head`` as made then.
+        """
+        self._interval_s = interval_s
         self._timer = asyncio.get_running_loop().call_later(interval_s, self._begin_early, interval_s, head)
 
     def _begin_early(self, interval_s: float, make: Callable[[], Any]) -> None:
@@ -90,16 +103,39 @@ class Responder:
             self.begun = self.streams = self.early = True
             self.status = head["status"]
             while True:
-                await self.send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
+                await self.send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
                 await asyncio.sleep(interval_s)
 
         if not self.begun:
             self._early = asyncio.create_task(keep_alive())
 
-    def stop_waiting(self) -> None:
+    def _watch_silence(self) -> None:
+        assert self._interval_s is not None
+        self._has_sent = False
+        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._look_at_silence)
+
+    def _look_at_silence(self) -> None:
+        """Send a comment if nothing was sent since the last look; between events, for these are written as a whole."""
+        cycle, self._timer = self.cycle, None
+        if cycle.disconnected or cycle.response_complete:
+            return
+        if not self._has_sent:
+            self.send_comment()
+        self._watch_silence()
+
+    def send_comment(self) -> None:
+        """Send a comment in a stream that has begun, unless its client takes no more."""
+        cycle = self.cycle
+        if self.streams and not cycle.flow.write_paused and not cycle.response_complete:
+            self.feed((KEEP_ALIVE,))
+
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def stop_waiting(self) -> None:
+        self._stop_timer()
         if self._early is not None:
             self._early.cancel()
 
@@ -110,6 +146,7 @@ class Responder:
             return False
         data = b"".join(events)
         if data or self._head:
+            self._has_sent = True
             if data and self._chunked:
                 data = b"%x\r\n%b\r\n" % (len(data), data)
             cycle.transport.write(self._head + data)
@@ -177,9 +214,11 @@ class Responder:
         elif self._chunked:
             data = (b"%x\r\n%b\r\n" % (len(data), data) if data else b"") + (b"" if more else b"0\r\n\r\n")
         if data or self._head:
+            self._has_sent = True
             cycle.transport.write(self._head + data)
             self._head = b""
         if not more:
+            self._stop_timer()
             cycle.response_complete = True
             cycle.message_event.set()
             if not cycle.keep_alive:

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +15,11 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.config import STARTUP_FAILURE
 
 from router.lifecycle import ServerPhase, ServerState
-from router.server.http_protocol import allow_files
+from router.server.connection_limit import ConnectionLimit, allow_files
+from router.server.listener import Listener
 from router.server.settings import ServerSettings
 from router.server.tls import Tls
 
@@ -24,7 +27,7 @@ log = logging.getLogger(f"qarr.{__name__}")
 POLL_S = 0.05
 IDLE_S = 5  # after a handover, for which idle connections may still send a request
 SHUTDOWN_S = 5.0  # for which a client may confirm the end of TLS
-HANDSHAKE_S = 1.0  # after a handover, for connections whose TLS handshake has begun: they are not open yet
+OPENING_S = 0.1  # at the end, for connections that were accepted and are not open yet
 CUT_S = 2  # after the deadline, for sending the error that ends unfinished answers
 
 
@@ -62,6 +65,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._server_state, self._drain_s = server_state, settings.drain_s
         self._leaving: asyncio.Task[None] | None = None
+        self._listeners: list[Listener] = []
         self.tls_options: dict[str, Any] = {}
         if tls is not None:
             self.tls_options = {
@@ -78,20 +82,21 @@ class Server(uvicorn.Server):
         return protocol
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if not self.tls_options or sockets is None:
-            await super().startup(sockets)
-            return
+        """Accept connections of the given sockets, which listen already."""
+        self.servers = []  # uvicorn's own accept one connection a turn of the event loop
         await self.lifespan.startup()
-        loop, backlog = asyncio.get_running_loop(), self.config.backlog
-        self.servers = [
-            await loop.create_server(self.make_protocol, sock=sock, backlog=backlog, **self.tls_options)
-            for sock in sockets
-        ]
-        self.started = not self.lifespan.should_exit
-        self.should_exit = self.should_exit or self.lifespan.should_exit
+        if self.lifespan.should_exit:
+            sys.exit(STARTUP_FAILURE)
+        self._listeners = [Listener(sock, self.make_protocol, self.tls_options) for sock in sockets or ()]
+        for listener in self._listeners:
+            listener.start()
+        self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn's, which after a second signal leaves the application as it is: what it has not written is lost."""
+        for listener in self._listeners:
+            listener.close()
+            await listener.finish_opening(OPENING_S)
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()
@@ -100,8 +105,10 @@ class Server(uvicorn.Server):
         """Take new settings: open connections get the new bounds with their next step."""
         self._drain_s = settings.drain_s
         self.config.timeout_keep_alive = settings.keep_alive_s
-        self.config.http.bounds = settings  # type: ignore[union-attr]
         allow_files(settings.max_connections)
+        protocol: Any = self.config.http
+        protocol.bounds = settings
+        protocol.limit = ConnectionLimit.of_this_process(settings.max_connections)
 
     def end_on_signals(self, on_reload: Callable[[], None]) -> None:
         """Drain on the first SIGINT or SIGTERM, stop at once on the second; reload on SIGHUP.
@@ -127,8 +134,8 @@ class Server(uvicorn.Server):
     def hand_over(self) -> None:
         """Accept no more connections: another router does. Answer the open ones, then shut down."""
         self._server_state.state = ServerPhase.HANDED_OVER
-        for server in self.servers:
-            server.close()  # loses none: uvloop accepts a connection and adds it to the server in one step
+        for listener in self._listeners:
+            listener.close()
         self._leaving = asyncio.create_task(self._leave(idle_too=True), name="leave")
 
     def _signalled(self) -> None:
@@ -148,14 +155,18 @@ class Server(uvicorn.Server):
             len(self._server_state.active_requests),
         )
         log.info("%s: %d open requests have %g s to finish", why, left, self._drain_s)
-        await asyncio.sleep(HANDSHAKE_S if idle_too and self.tls_options else POLL_S)
+        await asyncio.sleep(POLL_S)
         while time.monotonic() < deadline and (  # noqa: ASYNC110
             self._server_state.active_requests
-            or (idle_too and self.server_state.connections and time.monotonic() < idle_until)
+            or (idle_too and self._has_connections() and time.monotonic() < idle_until)
         ):
             await asyncio.sleep(POLL_S)
         self._server_state.end_all()
         self.should_exit = True
+
+    def _has_connections(self) -> bool:
+        """Tell whether a client may still send a request, its TLS handshake perhaps not done yet."""
+        return bool(self.server_state.connections) or any(listener.opening for listener in self._listeners)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

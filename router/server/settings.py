@@ -14,7 +14,7 @@ Origin = Annotated[
 ]
 
 
-class ServerSettings(Section, reloads=AllBut({"cors_origins", "host", "port", "runtime_dir"})):
+class ServerSettings(Section, reloads=AllBut({"cors_origins", "host", "notice", "port", "runtime_dir"})):
     """Where the router listens."""
 
     max_header_bytes: ClassVar[int] = 32768  # of a request's path and headers
@@ -32,6 +32,7 @@ class ServerSettings(Section, reloads=AllBut({"cors_origins", "host", "port", "r
     page: Literal["auto", "on", "off"] = Field(
         "auto", description="The page at `/`: `auto` serves it on loopback, and wherever requests need keys."
     )
+    notice: str = Field("", description="A sentence at the head of the page, for all who may read its figures.")
     allowed_hosts: tuple[str, ...] = Field(
         (), description="Host names besides addresses and localhost to which a keyless router on loopback answers."
     )
@@ -40,7 +41,11 @@ class ServerSettings(Section, reloads=AllBut({"cors_origins", "host", "port", "r
         description="Origins whose web pages may send requests, as in `https://chat.example.com`; `*`: all, with a key.",
     )
     max_body_bytes: int = Field(1 << 20, ge=1024, description="Request bodies over this are refused unread.")
-    max_connections: int = Field(4096, ge=1, description="Most open connections; further ones get 503.")
+    max_connections: int = Field(
+        4096,
+        ge=1,
+        description="Most open connections, if the limit of open files allows two files for each; further ones get 503.",
+    )
     keep_alive_s: int = Field(
         75,
         ge=1,
@@ -70,7 +75,8 @@ class TlsSettings(Section, reloads=frozenset({"certificate", "key"})):
     )
     ca: Path | None = Field(
         None,
-        description="PEM file of authorities by which commands such as `qarr tiers` trust a router; none: the system's.",
+        description="PEM file of authorities that are trusted besides the system's: of engines, the overflow, the tokens' "
+        "issuer, and of routers that commands such as `qarr tiers` ask.",
     )
 
     @model_validator(mode="after")

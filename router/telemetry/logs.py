@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from logging.handlers import QueueHandler
 from pathlib import Path
@@ -27,7 +28,7 @@ from urllib.parse import quote
 from pydantic_core import to_json
 from starlette.types import Scope
 
-from router.line_file import Losses, PrivateFile, Writer, made_record
+from router.line_file import Losses, PrivateFile, Writer, begin_line, made_record
 from router.telemetry.record import KeptFor, Outcome, RequestRecord, render_summary
 from router.telemetry.settings import TelemetrySettings
 
@@ -235,6 +236,7 @@ class _Stream(Losses, logging.StreamHandler[Any]):
     """Standard error, which may be a file on a full disk, or a pipe that nobody reads any longer."""
 
     what = "standard error"
+    _cut_off = False  # a line was, perhaps midway
 
     def __init__(self, telemetry: TelemetrySettings) -> None:
         super().__init__(sys.stderr)
@@ -243,6 +245,18 @@ class _Stream(Losses, logging.StreamHandler[Any]):
         self.setFormatter(JsonFormatter() if self.json else TextFormatter(colour=colour))
         self.setLevel(_level(telemetry))
         self.requests = telemetry.request_lines != "file" and self.level <= logging.INFO
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the library's name
+        super().handleError(record)
+        self._cut_off = True
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._cut_off:
+            self._cut_off = False
+            with suppress(OSError, ValueError):  # if it still cannot be written, the line itself tells
+                self.stream.flush()
+                begin_line(self.stream)
+        super().emit(record)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Leave out lines that are not for it, and states of replicas, for which the command has lines of its own."""

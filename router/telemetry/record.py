@@ -44,6 +44,7 @@ class Hop(Struct, eq=False):
     checkpoint: str = ""
     number: int = 0  # attempts that failed before this one
     overflow: str = ""
+    streamed: bool = True
     first_token_at: float | None = None  # None: there was none yet
     ended: float | None = None  # None: it has not ended yet
     result: dict[str, Any] = field(default_factory=dict)  # span attributes at its end; None: not known

@@ -17,6 +17,7 @@ from router.policy.explain import verdict
 from router.telemetry.record import Hop, Journey, KeptFor, Outcome, RequestRecord
 
 KEY_ID = "qarr.key.id"  # of the caller's key, which is no secret
+PROVIDER, OVERFLOW_PROVIDER = "vllm", "openai"  # whose API is spoken, as the GenAI conventions mean it
 INSIDE = {"server.address", "server.port"}  # where engines are: for operators
 
 
@@ -49,7 +50,7 @@ def decision_attributes(decision: Decision) -> dict[str, Any]:
             "qarr.fallbacks": list(fallbacks(decision)),
             "qarr.tier": decision.tier if decided else None,
             "qarr.precision": decision.precision if decided else None,
-            "qarr.refusal": decision.refusal.value if decision.refusal is not None else None,
+            "qarr.refusal": decision.refusal_code,
             "qarr.hint": query.hint,
             "qarr.sla.ttft_ms": query.sla.ttft_ms,
             "qarr.sla.tpot_ms": query.sla.tpot_ms,
@@ -107,14 +108,16 @@ def hop_attributes(hop: Hop) -> dict[str, Any]:
         "gen_ai.operation.name": hop.operation,
         "gen_ai.request.model": hop.model,
         "gen_ai.output.type": "text",
+        "gen_ai.provider.name": OVERFLOW_PROVIDER if hop.tier is None else PROVIDER,
         "server.address": where.hostname or "",
         "server.port": where.port or (443 if where.scheme == "https" else 80),
     }
+    if hop.streamed:
+        attributes["gen_ai.request.stream"] = True
     if hop.tier is None:
         return {**attributes, "qarr.overflow": hop.overflow}
     return {
         **attributes,
-        "gen_ai.provider.name": "vllm",
         "qarr.tier": hop.tier,
         "qarr.precision": hop.precision,
         "qarr.checkpoint": hop.checkpoint,

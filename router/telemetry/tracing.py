@@ -5,6 +5,7 @@ Exporting is configured by the standard ``OTEL_*`` variables.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -18,7 +19,7 @@ from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
 from opentelemetry.metrics import NoOpMeterProvider
-from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
@@ -90,14 +91,14 @@ class Telemetry:
             if scope["type"] != "http":
                 await app(scope, receive, send)
                 return
-            carried = [header for header in scope["headers"] if header[0] in _CARRIERS]
-            parent = dict(reversed(carried)).get(b"traceparent", b"").decode("latin-1") if carried else ""
+            carried = _carried_headers(scope)
+            parent = carried.get(b"traceparent", b"").decode("latin-1")
             trace_id = _trace_id_of(parent) if parent else ""
             parent, trace_id = parent if trace_id else "", trace_id or random_hex(32)
             if provider is not None and scope["method"] == "POST" and scope["path"] not in UNTRACED:
-                within = (
-                    propagate.extract({n.decode(): v.decode("latin-1") for n, v in carried}) if parent else Context()
-                )
+                within = Context()
+                if parent:
+                    within = propagate.extract({n.decode(): v.decode("latin-1") for n, v in carried.items()})
                 number = int(trace_id, 16)
                 chosen = provider.sampler.should_sample(within, number, scope["method"], trace.SpanKind.SERVER)
                 if chosen.decision is not Sampling.DROP:
@@ -107,9 +108,8 @@ class Telemetry:
                     return
                 parent = parent and f"{parent[:-2]}00"  # engines that trace keep to the sampler's choice
             told = (parent or f"00-{trace_id}-{random_hex(16)}-00").encode("latin-1")
-            beside = [
-                header for header in carried if header[0] == b"baggage" or (parent and header[0] == b"tracestate")
-            ]
+            names = (b"tracestate", b"baggage") if parent else (b"baggage",)
+            beside = [(name, carried[name]) for name in names if name in carried]
             _PASSED.set(((b"traceparent", told), *beside))
             await app(scope, receive, send)
 
@@ -146,8 +146,7 @@ class Telemetry:
                 step["name"], attributes=step["attributes"], start_time=_ns(record, step["start_ms"])
             )
             if prompt and step["name"] == "classify":
-                # A lone surrogate, which JSON can escape, would spoil the export of every span beside it.
-                below.set_attribute("gen_ai.input.messages", prompt.encode("utf-8", "replace").decode())
+                below.set_attribute("gen_ai.input.messages", _messages_of(prompt))
             below.end(_ns(record, step["start_ms"] + step["duration_ms"]))
 
     def record_failed_attempt(self, replica_id: str, error: Exception) -> None:
@@ -204,8 +203,7 @@ def make_telemetry(version: str, settings: TelemetrySettings) -> Telemetry:
         exporter = _exporter()
         if exporter is None:
             return Telemetry(None)
-        named = os.environ.get("OTEL_SERVICE_NAME") or SERVICE
-        provider = TracerProvider(resource=Resource.create({SERVICE_NAME: named, SERVICE_VERSION: version}))
+        provider = TracerProvider(resource=resource_of(version))
         provider.add_span_processor(BatchSpanProcessor(exporter))
         _middleware(None, provider)
     except Exception as error:  # noqa: BLE001  exporters, samplers and plugins raise what they like
@@ -214,6 +212,32 @@ def make_telemetry(version: str, settings: TelemetrySettings) -> Telemetry:
         log.warning("no spans are made: %s (%s)", error, ", ".join(guilty))
         return Telemetry(None)
     return Telemetry(provider, record_prompts=settings.record_prompts)
+
+
+def _carried_headers(scope: Scope) -> dict[bytes, bytes]:
+    """Return the headers of a request's trace context and baggage, by name.
+
+    A client may write a list in several lines, which are one (RFC 9110, 5.3): they are joined, also in the scope, since
+    OpenTelemetry reads the first line alone. Two lines of ``traceparent``, which is no list, are no valid trace context.
+    """
+    lines = [header for header in scope["headers"] if header[0] in _CARRIERS]
+    carried: dict[bytes, bytes] = {}
+    for name, value in lines:
+        carried[name] = carried[name] + b"," + value if name in carried else value
+    if len(carried) < len(lines):
+        others = [header for header in scope["headers"] if header[0] not in _CARRIERS]
+        scope["headers"] = [*others, *carried.items()]
+    return carried
+
+
+def resource_of(version: str) -> Resource:
+    """Describe this router in traces and metrics: as the environment names it, and as QARR where it does not.
+
+    ``OTEL_SERVICE_NAME`` goes before a ``service.name`` in ``OTEL_RESOURCE_ATTRIBUTES``.
+    """
+    named = OTELResourceDetector().detect().attributes
+    own = {SERVICE_NAME: SERVICE, SERVICE_VERSION: version}
+    return Resource.create({key: value for key, value in own.items() if not named.get(key)})
 
 
 def _middleware(app: Any, provider: TracerProvider) -> ASGIApp:
@@ -227,7 +251,7 @@ def engine_target() -> OtlpTarget | None:
     try:
         if _exporter_name() != "otlp":
             return None
-        protocol, endpoint = _protocol(), _endpoint()
+        protocol, endpoint = protocol_of("TRACES"), _endpoint()
     except ValueError:  # the router tells it
         return None
     if protocol == HTTP and not os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
@@ -251,7 +275,7 @@ def _exporter() -> SpanExporter | None:
     if name != "otlp":
         return ConsoleSpanExporter() if name == "console" else None
     # Imported here: the exporters cost 200 ms of start-up, and most runs export nothing.
-    if _protocol() == GRPC:
+    if protocol_of("TRACES") == GRPC:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Grpc  # noqa: PLC0415
 
         return Grpc()
@@ -260,9 +284,10 @@ def _exporter() -> SpanExporter | None:
     return Http()
 
 
-def _protocol() -> str:
+def protocol_of(signal: str) -> str:
+    """Return the protocol by which a signal (``TRACES``, ``METRICS``) is exported; ``ValueError``: there is none like it."""
     general = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or HTTP
-    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or general
+    protocol = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL") or general
     if protocol not in DEFAULT_ENDPOINTS:
         raise ValueError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}: allowed are {HTTP} and {GRPC}")
     return protocol
@@ -272,8 +297,18 @@ def _endpoint() -> str:
     return (
         os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
         or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-        or DEFAULT_ENDPOINTS[_protocol()]
+        or DEFAULT_ENDPOINTS[protocol_of("TRACES")]
     )
+
+
+def _messages_of(prompt: str) -> str:
+    """Return a prompt as the conventions have messages on spans: as JSON of a schema of theirs.
+
+    A lone surrogate, which JSON can escape, would spoil the export of every span beside it.
+    """
+    text = prompt.encode("utf-8", "replace").decode()
+    message = {"role": "user", "parts": [{"type": "text", "content": text}]}
+    return json.dumps([message], ensure_ascii=False)
 
 
 def server_span() -> Span | None:

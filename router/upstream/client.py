@@ -20,7 +20,7 @@ from router.policy.decision import Decision, Query
 from router.policy.table import PolicyStore
 from router.telemetry.record import Hop, error_name
 from router.telemetry.tracing import Telemetry
-from router.upstream.engine_request import EngineRequest
+from router.upstream.engine_request import MESSAGES, EngineRequest
 from router.upstream.engine_stream import Attempt, BufferedAnswer, EngineAnswer, EngineStream, OverflowHold, end_hop
 from router.upstream.errors import (
     EngineBrokeError,
@@ -42,7 +42,6 @@ from tiers.fleet import Fleet, Lease
 from tiers.replica import Replica
 from tiers.spec import TierName
 
-MESSAGES = "/v1/messages"
 PASSED_AT_ONCE = 16  # small requests without a lease, of one pool at one engine
 MAX_ERROR_BYTES = 65536  # of an engine's error that are read; more of it helps nobody
 LARGE_BYTES = 1 << 18  # of an answer to a small request, which takes some milliseconds to read
@@ -83,7 +82,7 @@ class Upstream:
     ) -> None:
         self._fleet, self._transport, self._telemetry = fleet, transport, telemetry
         # Small requests have connections of their own, bounded by their pools: those that hang take none from others.
-        self._passing_transport = EngineTransport()
+        self._passing_transport = transport.alike()
         self._passing: WeakValueDictionary[tuple[Pool, str], asyncio.Semaphore] = WeakValueDictionary()
         self._policy, self._id, self._numbers = policy, token_hex(4), count()
         self.retries: Counter[TierName] = Counter()  # before the first byte, by the tier that they went to
@@ -216,6 +215,7 @@ class Upstream:
             precision=replica.spec.precision,
             checkpoint=replica.spec.checkpoint_id or "",
             number=number,
+            streamed=request.streamed,
         )
         self._telemetry.start(hop, request.parameters)
         body: Body | None = None
@@ -225,8 +225,12 @@ class Upstream:
             if body.status != httpx.codes.OK:
                 content, later = await body_of(body, MAX_ERROR_BYTES), body.header(b"retry-after")
                 raise status_error(body.status, content, later)  # noqa: TRY301  one place ends the attempt
-            begun = Attempt(tier, lease, body, hop, self._options.token_timeout_s, sent_at)
+            begun = Attempt(
+                tier=tier, lease=lease, body=body, hop=hop, sent_at=sent_at,
+                token_timeout_s=self._options.token_timeout_s, silence_timeout_s=self._options.answer_timeout_s,
+            )  # fmt: skip
             answer = EngineStream(begun, request) if request.streamed else BufferedAnswer(begun, request.answers)
+            answer.ignored = request.ignored_by(replica)
             await answer.begin()
             return answer  # noqa: TRY300  an else block would be far from here
         except BaseException as error:

@@ -14,6 +14,7 @@ from router.upstream.progress import Continuable
 from router.upstream.sse import COMPLETION_FORMAT, AnswerFormat
 from tiers.replica import Replica
 
+MESSAGES = "/v1/messages"
 DEFAULT_COMPLETION = 16  # tokens of a completion that gives no limit, as OpenAI and vLLM have it
 _NUMBERS = {
     "n": "gen_ai.request.choice.count",
@@ -53,6 +54,10 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     wants_usage: bool = False  # whether an answer without token counts is not complete
     counts: bool = True  # whether to ask for token counts at the end of a stream
     chat: Sequence[Any] | None = None  # its messages, where the same could be asked of another tier; None where not
+    # whether to ask for the ids of a stream's tokens: they show that an engine computes while it sends no text
+    asks_token_ids: bool = False
+    may_be_silent: bool = False  # whether an engine may compute for minutes without a word, as for a tool call
+    implied: tuple[str, ...] = ()  # members of a document of our own that its caller has not asked for
     # what another engine needs to go on with a broken answer; None where none may
     continuable: Continuable | None = None
     adapter: str | None = None  # the LoRA adapter that answers; None: the model itself
@@ -86,9 +91,21 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
             changes["priority"] = self.priority
         if self.streamed and self.counts and (options := self._stream_options(document)) is not None:
             changes["stream_options"] = options
-        if self.continuable is not None:
+        if self.asks_token_ids:
             changes["return_token_ids"] = True
+        changes |= dict.fromkeys(self.ignored_by(replica))
         return document.edited(changes)
+
+    def ignored_by(self, replica: Replica) -> tuple[str, ...]:
+        """Return the members of a caller's body that a replica is not asked: its model cannot do this, and answers without.
+
+        Clients of Anthropic's API ask every model for thinking; vLLM refuses it where the model shows no reasoning.
+        """
+        if self.path != MESSAGES or replica.takes_thinking:
+            return ()
+        thinking = self.document.get("thinking")
+        is_wanted = isinstance(thinking, dict) and thinking.get("type") == "enabled"
+        return ("thinking",) if is_wanted else ()
 
     def _stream_options(self, document: JsonObject) -> bytes | None:
         options = document.get("stream_options")
@@ -101,6 +118,25 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
         # Without the final counts vLLM gives none with each chunk either.
         silent = not self.wants_usage and "continuous_usage_stats" in given.values
         return given.edited({"include_usage": True, **({"continuous_usage_stats": False} if silent else {})})
+
+
+# What a stream holds besides its text for those who ask. With it, token ids could not be taken out again, or are not needed:
+# each of an engine's events has its log-probabilities.
+_BESIDES_TEXT = {"echo", "logprobs", "return_token_ids"}
+
+
+def may_ask_token_ids(document: JsonObject) -> bool:
+    """Tell whether the ids of a streamed chat's tokens can be asked for, and be taken out of what its caller gets."""
+    return not any(map(document.get, _BESIDES_TEXT))
+
+
+def may_be_silent(document: JsonObject) -> bool:
+    """Tell whether an engine may hold an answer back while it computes: a tool call, or reasoning that is not shown.
+
+    vLLM's parsers of tool calls may send nothing before a call's arguments are complete, and these may be a whole file.
+    """
+    has_tools = bool(document.get("tools") or document.get("functions"))
+    return has_tools or document.get("include_reasoning") is False
 
 
 def messages_in(document: JsonObject) -> Sequence[Any] | None:

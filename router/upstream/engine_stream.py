@@ -54,6 +54,10 @@ class OverflowHold:
 
     first_token = produced = finished = failed = note
 
+    def may_be_silent_until(self, now: float, limit_s: float, *, is_expected: bool) -> float:
+        """Return until when a silent answer is waited for: nobody sees whether a foreign server computes."""
+        return now + limit_s if is_expected else now
+
     def release(self) -> None:
         if not self._released:
             self._released = True
@@ -66,6 +70,7 @@ class Attempt(Struct, frozen=True):
     body: Body
     hop: Hop
     token_timeout_s: float  # longest time between two tokens
+    silence_timeout_s: float  # longest time without a word from an engine that computes
     sent_at: float  # when the request was first sent, to whichever replica
 
 
@@ -87,12 +92,14 @@ class EngineAnswer(ABC):
         self.cached_tokens: int | None = None
         self.finish_reason: str | None = None
         self.error: UpstreamError | None = None
+        self.ignored: tuple[str, ...] = ()  # members of the caller's body that its engine was not asked
         self.overflow: str | None = None  # name of the server outside of the fleet that answers; None: a tier does
         self.parts: list[EngineStream] = []  # what other engines computed of it, in order
         self.complete = False
         self.output_tokens = 0  # the engine's count, or until that comes what its chunks tell
         self._body = attempt.body
         self._first_at = self._last_at = 0.0
+        self._was_silent = False  # nothing came for so long before the first word that its time tells nothing of speed
         self._closed = False
 
     @abstractmethod
@@ -126,7 +133,7 @@ class EngineAnswer(ABC):
         self._closed = True
         lease, usage, tpot_ms = self.attempt.lease, self.usage, self.tpot_ms
         if self.complete:
-            lease.finished(tpot_ms, usage.get("completion_tokens", 0), self.cached_tokens)
+            lease.finished(None if self._was_silent else tpot_ms, usage.get("completion_tokens", 0), self.cached_tokens)
         elif isinstance(error, UpstreamError):
             lease.failed(error_name(error))
         lease.release()
@@ -161,7 +168,9 @@ class EngineStream(EngineAnswer):
         # what lets another engine go on, set before the answer is relayed
         self.continuation: Callable[[EngineStream, EngineBrokeError, Feed, Drain], Awaitable[None]] | None = None
         self.failed_over = False  # the first engine did not end the answer
-        self._wants_usage = request.wants_usage
+        self._wants_usage, self._may_be_silent = request.wants_usage, request.may_be_silent
+        self._has_events = False  # of the answer, whatever they hold
+        self._tells_tokens = False  # the engine tells each token's id, so that its silence is known to be one
         self._parser = EventParser(request.answers)
         self._held: list[Chunk] = []  # nobody has taken them yet
         self._out: Feed | None = None
@@ -184,6 +193,7 @@ class EngineStream(EngineAnswer):
         self._unnoted.clear()
 
     async def begin(self) -> None:
+        self._body.patience = self._patience
         if await self._body.pump(self.feed) and not self._parser.ended:
             raise EngineBrokeError(ENDED_EARLY)
         progress = self.progress
@@ -194,13 +204,41 @@ class EngineStream(EngineAnswer):
             raise EngineBrokeError("the engine's answer was empty")
         attempt = self.attempt
         self._body.limit_reads(attempt.token_timeout_s)
-        self._first_at = self._last_at = now = time.monotonic()
-        attempt.hop.first_token_at = now
+        attempt.hop.first_token_at = now = time.monotonic()
         self.ttft_ms = (now - self.sent_at) * 1000
-        attempt.lease.first_token((now - attempt.hop.began) * 1000)
-        if self.output_tokens:
-            attempt.lease.produced(self.output_tokens)
+        if self._untold:
+            attempt.lease.produced(self._untold)
+            self._untold = 0
         self._note_at = now + NOTED_EVERY_S
+
+    def _note_first_tokens(self, tokens: int) -> None:
+        """Note tokens before the answer has begun: the first one's time, and that the engine computes."""
+        self._last_at = now = time.monotonic()
+        self._untold += tokens
+        lease = self.attempt.lease
+        if not self._first_at:
+            self._first_at = now
+            lease.first_token(None if self._was_silent else (now - self.attempt.hop.began) * 1000)
+        elif now >= self._note_at:
+            self._note_at = now + NOTED_EVERY_S
+            lease.produced(self._untold)
+            self._untold = 0
+
+    def _patience(self, silent_since: float) -> float:
+        """Return the seconds for which a silence may go on that has lasted as long as silences may.
+
+        An engine that tells its tokens would have told them. Another one may compute all the time and hold back what it
+        computes, as parsers of tool calls do.
+        """
+        if self._tells_tokens or not self._has_events:
+            return 0.0
+        attempt, now = self.attempt, time.monotonic()
+        limit_s = self._body.read_timeout_s or attempt.token_timeout_s
+        until = attempt.lease.may_be_silent_until(now, limit_s, is_expected=self._may_be_silent)
+        left_s = min(until, silent_since + attempt.silence_timeout_s) - now
+        if left_s > 0 and not self._shown:
+            self._was_silent = True
+        return left_s
 
     async def relay(self, feed: Feed, drain: Drain) -> None:
         """Let ``feed`` have all of it as it comes, from whichever engine; return after its end.
@@ -260,11 +298,11 @@ class EngineStream(EngineAnswer):
             self.finish_reason = chunk.finish_reason or self.finish_reason
         if self.continuable:
             self._unnoted += chunks
+        self._tells_tokens = self._tells_tokens or any(chunk.token_ids for chunk in chunks)
         if tokens and not self.usage:
             self.output_tokens += tokens
-        if self._out is None:  # nobody takes it yet
-            self._held += chunks
-            return not (parser.ended or self._shown)
+        if self._out is None:
+            return self._hold(chunks, tokens)
         if not chunks:
             return not parser.ended
         if tokens:
@@ -277,6 +315,14 @@ class EngineStream(EngineAnswer):
         except Exception as error:  # noqa: BLE001  raised in ``flow``: the engine's connection is not to blame
             self._failures.append(error)
             return False
+
+    def _hold(self, chunks: Sequence[Chunk], tokens: int) -> bool:
+        """Keep chunks that nobody takes yet; tell whether more is wanted now."""
+        self._has_events = self._has_events or any(not chunk.raw.startswith(b":") for chunk in chunks)
+        if tokens and self.ttft_ms is None:
+            self._note_first_tokens(tokens)
+        self._held += chunks
+        return not (self._parser.ended or self._shown)
 
     async def _fail_over(self, broken: EngineBrokeError, feed: Feed, drain: Drain) -> None:
         progress = self.progress
@@ -322,7 +368,10 @@ class BufferedAnswer(EngineAnswer):
 
 def end_hop(hop: Hop, error: BaseException | None, attributes: dict[str, Any] | None = None) -> None:
     """End a request to an engine, with its error if it had one; not with a refusal's words, which may quote the prompt."""
-    hop.ended, hop.result = time.monotonic(), attributes or {}
+    hop.ended = time.monotonic()
+    hop.result = attributes or {}
+    if hop.streamed and hop.first_token_at is not None:
+        hop.result["gen_ai.response.time_to_first_chunk"] = round(hop.first_token_at - hop.began, 6)
     if error is not None:
         hop.result["error.type"] = error_name(error)
     if isinstance(error, EngineRefusedError):

@@ -1,6 +1,7 @@
 """Requests to the overflow: a server of OpenAI's API outside of the fleet, with its own model, tokenizer and key.
 
-Nothing of the caller's headers goes there, no trace context and no id. What the server says of an error is not read.
+Nothing of the caller's headers goes there, no trace context and no id. Of what the server says of an error only its codes
+are told: its words may quote the prompt.
 
 It is asked the members of a request that mean the same at any server of OpenAI's API; what is the router's own or names the
 caller is left out. A request with any other member, unless its value changes nothing, cannot be asked elsewhere.
@@ -8,6 +9,7 @@ caller is left out. A request with any other member, unless its value changes no
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,7 +22,7 @@ from pydantic_core import to_json
 
 from router.telemetry.record import Hop
 from router.telemetry.tracing import Telemetry
-from router.upstream.client import give_up, status_error
+from router.upstream.client import MAX_ERROR_BYTES, give_up, status_error
 from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import (
     Attempt,
@@ -30,11 +32,11 @@ from router.upstream.engine_stream import (
     OverflowHold,
     OverflowServer,
 )
-from router.upstream.errors import EngineBrokeError, EngineRefusedError, NoSlotError, UpstreamError
-from router.upstream.json_object import JsonObject
+from router.upstream.errors import EngineBrokeError, EngineRefusedError, NoSlotError, UpstreamError, without_trace
+from router.upstream.json_object import JsonObject, read_json
 from router.upstream.settings import OverflowSettings, UpstreamSettings
 from router.upstream.sse import COMPLETION_FORMAT, WholeAnswer, decoded
-from router.upstream.transport import Body, EngineTransport, Origin, json_post
+from router.upstream.transport import Body, EngineTransport, Origin, body_of, json_post
 from tiers.breaker import Breaker
 from tiers.spec import OVERFLOW, TierName, TierSpec
 
@@ -46,6 +48,8 @@ _CHAT = _SHARED | {
     "function_call", "functions", "max_completion_tokens", "messages", "parallel_tool_calls", "reasoning_effort",
     "response_format", "tool_choice", "tools", "top_logprobs", "verbosity",
 }  # fmt: skip
+# A chat's limit of output tokens, by its present name, which OpenAI's newer models insist on, and by its older one.
+LIMIT, OLDER_LIMIT = "max_completion_tokens", "max_tokens"
 _COMPLETION = _SHARED | {"best_of", "echo", "prompt", "suffix"}
 # Of no effect on the answer; some tell who asks, make the server keep it, or change what it costs.
 _LEFT_OUT = {
@@ -75,14 +79,20 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def body_for(request: EngineRequest, model: str) -> bytes | None:
-    """Return the body of a request to a foreign server, by its name for the model; None where it cannot be asked there."""
+def body_for(request: EngineRequest, model: str, limit_name: str = LIMIT) -> bytes | None:
+    """Return the body of a request to a foreign server; None where it cannot be asked there.
+
+    ``model`` is the server's name for its model, ``limit_name`` its name for a chat's limit of output tokens.
+    """
     if request.adapter is not None:
         return None
     document = request.document
     if not isinstance(document, JsonObject):
-        if (kept := _portable(document, _CHAT)) is None:
+        asked = {name: value for name, value in document.items() if name not in request.implied}
+        if (kept := _portable(asked, _CHAT)) is None:
             return None
+        if OLDER_LIMIT in kept:
+            kept[limit_name] = kept.pop(OLDER_LIMIT)
         return to_json({"model": model, **kept, "stream": True, "stream_options": {"include_usage": True}})
     if not request.counts:  # of an API that few servers have
         return None
@@ -92,6 +102,13 @@ def body_for(request: EngineRequest, model: str) -> bytes | None:
         return None
     changes: dict[str, Any] = {name: None for name in values if name not in kept}
     changes |= {"model": model, "stream_options": {"include_usage": True} if request.streamed else None}
+    other_name = OLDER_LIMIT if limit_name == LIMIT else LIMIT
+    if request.operation == "chat" and other_name in kept:
+        changes[other_name] = None
+        if limit_name not in kept:  # vLLM too takes the newer name where both are given
+            changes[limit_name] = kept[other_name]
+        elif limit_name == OLDER_LIMIT:
+            changes[limit_name] = kept[LIMIT]
     return document.edited(changes)
 
 
@@ -120,6 +137,10 @@ CHARACTERS_PER_TOKEN = 4  # of English, about; for servers that tell no counts
 
 class UnsupportedError(UpstreamError):
     """The request has a parameter that means nothing outside of the fleet, or something else there."""
+
+
+class RefusedThereError(EngineRefusedError):
+    """The overflow says that the request is wrong. ``detail`` has its codes, without its words."""
 
 
 class PausedError(UpstreamError):
@@ -175,14 +196,17 @@ class _WholeAnswer(BufferedAnswer):
 class OverflowClient:
     """Opens answers of the overflow. After failures it gets no requests for a while, as a replica of the fleet."""
 
-    def __init__(self, options: OverflowSettings, times: UpstreamSettings, telemetry: Telemetry) -> None:
-        self._transport, self._telemetry = EngineTransport(), telemetry
+    def __init__(
+        self, options: OverflowSettings, times: UpstreamSettings, telemetry: Telemetry, transport: EngineTransport
+    ) -> None:
+        self._transport, self._telemetry = transport, telemetry
         self.in_flight = 0
         self.use(options, times)
 
     def use(self, options: OverflowSettings, times: UpstreamSettings) -> None:
         self._options, self._times, self.name = options, times, options.shown_name
         self._breaker = Breaker(times.breaker)
+        self._limit_name = LIMIT
         self._replica = OverflowServer(self.name, TierSpec(TierName(OVERFLOW), 0, 0, options.max_in_flight, replicas=0))
 
     async def open(self, request: EngineRequest, sequences: int, sent_at: float) -> EngineAnswer:
@@ -195,7 +219,7 @@ class OverflowClient:
             UpstreamError: It did not begin an answer.
         """
         options, breaker, now = self._options, self._breaker, time.monotonic()
-        content = body_for(request, options.model)
+        content = body_for(request, options.model, self._limit_name)
         if content is None:
             raise UnsupportedError("a parameter that only the fleet's engines understand")
         if self.in_flight >= options.max_in_flight:
@@ -203,9 +227,8 @@ class OverflowClient:
         if not breaker.admits(now):
             raise PausedError(f"it has failed; it gets requests again in {breaker.admits_in_s(now):.1f} s")
         probe = breaker.begin(now)
-        self.in_flight += 1
         try:
-            answer = await self._begun(request, content, sequences, sent_at)
+            answer = await self._begun_with_either_limit(request, content, sequences, sent_at)
         except EngineRefusedError:
             breaker.given_up(probe=probe)
             raise
@@ -218,11 +241,36 @@ class OverflowClient:
         breaker.succeeded(probe=probe)
         return answer
 
+    async def _begun_with_either_limit(
+        self, request: EngineRequest, content: bytes, sequences: int, sent_at: float
+    ) -> EngineAnswer:
+        """Send a request; once more with the limit's other name if that is refused. The name that is taken is kept."""
+        other_name = OLDER_LIMIT if self._limit_name == LIMIT else LIMIT
+        try:
+            return await self._begun(request, content, sequences, sent_at)
+        except RefusedThereError as refused:
+            other = body_for(request, self._options.model, other_name)
+            if other is None or other == content or self._limit_name.encode() not in refused.body:
+                raise
+            first = without_trace(refused)
+        try:
+            answer = await self._begun(request, other, sequences, sent_at)
+        except RefusedThereError:
+            raise first from None  # the name was not what is wrong
+        finally:
+            del first  # its trace leads here
+        self._limit_name = other_name
+        return answer
+
     async def _begun(self, request: EngineRequest, content: bytes, sequences: int, sent_at: float) -> EngineAnswer:
         """Send a request; its place, its connection and its span end with it unless an answer is returned."""
         options, times = self._options, self._times
+        self.in_flight += 1
         hold = OverflowHold(self._replica, sequences, self._freed)
-        hop = Hop(request.operation, options.model, options.url, time.monotonic(), overflow=self.name)
+        hop = Hop(
+            request.operation, options.model, options.url, time.monotonic(),
+            overflow=self.name, streamed=request.streamed,
+        )  # fmt: skip
         self._telemetry.start(hop, request.parameters)
         limit_s = options.first_token_timeout_s if request.streamed else times.answer_timeout_s
         body: Body | None = None
@@ -230,9 +278,15 @@ class OverflowClient:
         try:
             body = await self._transport.send(*self._post(request, content), limits)
             if body.status != httpx.codes.OK:
-                later = body.header(b"retry-after")
-                raise status_error(body.status, None, later)  # noqa: TRY301  one place ends the attempt
-            begun = Attempt(TierName(OVERFLOW), hold, body, hop, times.token_timeout_s, sent_at)
+                said, later = await body_of(body, MAX_ERROR_BYTES), body.header(b"retry-after")
+                error = status_error(body.status, None, later)
+                if isinstance(error, EngineRefusedError):
+                    error = RefusedThereError(_codes_of(body.status, said), body.status, said)
+                raise error  # noqa: TRY301  one place ends the attempt
+            begun = Attempt(
+                tier=TierName(OVERFLOW), lease=hold, body=body, hop=hop, sent_at=sent_at,
+                token_timeout_s=times.token_timeout_s, silence_timeout_s=times.answer_timeout_s,
+            )  # fmt: skip
             answer: EngineAnswer = _stream(begun, request) if request.streamed else _WholeAnswer(begun, _FORMAT)
             answer.overflow = self.name
             await answer.begin()
@@ -256,6 +310,20 @@ class OverflowClient:
 
     async def aclose(self) -> None:
         await self._transport.aclose()
+
+
+_CODE = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}").fullmatch
+
+
+def _codes_of(status: int, said: bytes) -> str:
+    """Return what a server says of an error without its words: the status, the error's code, and the member it blames."""
+    try:
+        error = read_json(said)["error"]
+        named = [error.get("code"), error.get("param")]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        named = []
+    codes = [code for code in named if isinstance(code, str) and _CODE(code)]
+    return f"HTTP {status} ({', '.join(codes)})" if codes else f"HTTP {status}"
 
 
 def _stream(begun: Attempt, request: EngineRequest) -> EngineStream:

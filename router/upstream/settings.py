@@ -21,8 +21,12 @@ class UpstreamSettings(Section, reloads=AllBut()):
     breaker: ClassVar[BreakerOptions] = BreakerOptions()
 
     first_token_timeout_s: PositiveFloat = Field(120, description="Time from sending a request to its first token.")
-    token_timeout_s: PositiveFloat = Field(60, description="Longest time between two tokens.")
-    answer_timeout_s: PositiveFloat = Field(600, description="Time to the whole answer of an unstreamed request.")
+    token_timeout_s: PositiveFloat = Field(
+        60, description="Longest time between two tokens, and longest silence of an engine that is not seen to compute."
+    )
+    answer_timeout_s: PositiveFloat = Field(
+        600, description="Time to the whole answer of an unstreamed request, and longest silence of any stream."
+    )
     attempts: int = Field(
         3, ge=1, description="Most replicas tried before the first byte, and most failovers of one answer."
     )

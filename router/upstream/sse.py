@@ -15,6 +15,7 @@ from router.upstream.errors import EngineBrokeError, without_trace
 WholeAnswer = tuple[str | None, Mapping[str, Any]]  # finish reason and token counts, under OpenAI's names
 
 SEPARATOR, DONE = b"\n\n", b"data: [DONE]"
+COMMENT_END = b"\n"  # no empty line: some clients take one for the end of an event, even after a comment
 MAX_EVENT_BYTES = 1 << 24  # of one event: enough for the token ids of a prompt of two million tokens
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 NOT_A_CHUNK = "the engine's stream holds something that is not a chunk"
@@ -158,6 +159,11 @@ class AnswerFormat:
 
 
 COMPLETION_FORMAT = AnswerFormat(parse_event, read_completion, re.compile(rb"data: \{[^\n]*+").fullmatch, DONE)
+
+
+def written(event: bytes) -> bytes:
+    """Return an event, or a comment, with what ends it on the wire."""
+    return event + (COMMENT_END if event.startswith(b":") else SEPARATOR)
 
 
 class EventParser:

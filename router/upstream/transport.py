@@ -9,6 +9,8 @@ What it leaves out, as engines need none of it: HTTP/2, proxies, redirects, cook
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 import ssl
 import time
@@ -16,18 +18,25 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache, partial
+from ipaddress import ip_address
+from pathlib import Path
 from typing import Any, cast
 
 import httptools
 import httpx
+from aiohappyeyeballs import start_connection
 
 from router.upstream.errors import EngineBrokeError, EngineStalledError
+from router.upstream.resolver import AddressInfo, Resolver
+from tiers.errors import TrustError
+from tiers.trust import client_context, why_untrusted
 
 READ_BUFFER_BYTES = 1 << 15  # of an answer that nobody has read yet: with more than that, the socket is not read
 MAX_HEAD_BYTES = 1 << 16  # of an answer's status line and headers, informational ones included
 # A connection that was idle for longer is not used again. vLLM closes idle connections after 5 s (uvicorn's default,
 # VLLM_HTTP_TIMEOUT_KEEP_ALIVE); a request that meets the close is sent again, once, if nothing of an answer has come.
 KEEP_ALIVE_S = 4.0
+NEXT_ADDRESS_S = 0.25  # after which the next address of a name is tried as well (RFC 8305, section 5)
 LAST_CHUNK_S = 1.0  # within which the end of a body follows a stream's last event, else its connection is closed
 _SWITCHING_PROTOCOLS, _OK = 101, 200
 
@@ -59,14 +68,15 @@ class Body(httpx.AsyncByteStream):
         fault: Why no more comes; what has come can still be read.
         sink: Takes parts as they come, in place of a task that would be woken for each; returns whether it takes more.
         read_timeout_s: Longest time that one read may wait; None: any.
+        patience: Asked when a read has waited that long, with the start of the wait; returns the seconds that it goes on.
         from_sending: Whether that time is counted from when the request was sent, for all reads together.
         waiting_since: When who waits for more (``waiter``) began to, by the monotonic clock in seconds.
     """
 
     __slots__ = (
         "_connection", "_head_only", "buffered", "complete", "ended_at", "ends_at_close", "fault", "from_sending",
-        "headers", "on_body", "over", "parser", "parts", "read_timeout_s", "reusable", "sink", "status", "timer",
-        "waiter", "waiting_since",
+        "headers", "on_body", "over", "parser", "parts", "patience", "read_timeout_s", "reusable", "sink", "status",
+        "timer", "waiter", "waiting_since",
     )  # fmt: skip
 
     def __init__(self, connection: Connection, *, head_only: bool, limit_s: float | None) -> None:
@@ -79,6 +89,7 @@ class Body(httpx.AsyncByteStream):
         self.complete = self.over = self.reusable = self.ends_at_close = False
         self.fault: httpx.TransportError | None = None
         self.sink: Callable[[bytes], bool] | None = None
+        self.patience: Callable[[float], float] | None = None
         self.waiter: asyncio.Future[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.read_timeout_s, self.from_sending, self.waiting_since = limit_s, limit_s is not None, time.monotonic()
@@ -153,6 +164,7 @@ class Body(httpx.AsyncByteStream):
     async def aclose(self) -> None:
         """Give the connection back, or close it where the answer has not come to its end."""
         connection, self._connection = self._connection, None
+        self.patience = None  # it leads back to who reads this
         if connection is not None:
             connection.release(connection)
 
@@ -175,6 +187,8 @@ class Body(httpx.AsyncByteStream):
         if self.waiter is None and not self.from_sending:
             return  # the next wait sets it
         left_s = self.waiting_since + limit_s - time.monotonic()
+        if left_s <= 0 and self.patience is not None:
+            left_s = self.patience(self.waiting_since)
         if left_s > 0:
             self.timer = asyncio.get_running_loop().call_later(left_s, self.look, limit_s)
         else:
@@ -380,17 +394,25 @@ class EngineTransport(httpx.AsyncBaseTransport):
 
     Of httpx's times (``request.extensions["timeout"]``, in seconds) ``connect``, ``pool`` and ``read`` are kept. Other than
     there, ``read`` is for the whole answer, unless its reader limits each read (``Body.limit_reads``). Beyond
-    ``max_requests`` at once (0: any number) further ones wait for at most the ``pool`` time.
+    ``max_requests`` at once (0: any number) further ones wait for at most the ``pool`` time. ``ca`` names authorities that
+    are trusted besides the system's.
     """
 
-    def __init__(self, max_requests: int = 0) -> None:
+    def __init__(self, max_requests: int = 0, *, ca: Path | None = None, resolver: Resolver | None = None) -> None:
         self._idle: dict[Origin, deque[Connection]] = {}
         self._connections: set[Connection] = set()
         self._slots = asyncio.Semaphore(max_requests) if max_requests else None
         self._max_requests = max_requests
         self._closed_old_at = 0.0
+        self._ca = ca
+        self._resolver = Resolver() if resolver is None else resolver
+        self._reachable: dict[Origin, socket.AddressFamily] = {}  # family in which the last connection was made
         self._ssl: ssl.SSLContext | None = None
         self._closed = False
+
+    def alike(self, max_requests: int = 0) -> EngineTransport:
+        """Return a transport with connections of its own, which trusts the same authorities and knows the same names."""
+        return EngineTransport(max_requests, ca=self._ca, resolver=self._resolver)
 
     def allow(self, max_requests: int) -> None:
         if self._slots is not None:
@@ -477,22 +499,20 @@ class EngineTransport(httpx.AsyncBaseTransport):
         return None
 
     async def _connect(self, origin: Origin, limit_s: float | None) -> Connection:
-        scheme, host, port = origin
+        scheme, host, _ = origin
         options: dict[str, Any] = {}
         if scheme == "https":
-            self._ssl = self._ssl or httpx.create_ssl_context(trust_env=False)
-            options = {"ssl": self._ssl, "server_hostname": host}
+            options = {"ssl": self._tls(), "server_hostname": host}
         make = partial(Connection, origin, self._lost, self._release)
         try:
             async with asyncio.timeout(limit_s):
-                _, connection = await asyncio.get_running_loop().create_connection(make, host, port, **options)
+                connection = await self._open(make, origin, options)
         except TimeoutError:
             raise httpx.ConnectTimeout(f"no connection within {limit_s:g} s" if limit_s else "no connection") from None
         except socket.gaierror as error:
             raise httpx.ConnectError("its name cannot be resolved") from error
         except ssl.SSLError as error:
-            why = getattr(error, "verify_message", "") or error.reason
-            raise httpx.ConnectError(f"TLS: {why}") from error
+            raise httpx.ConnectError(f"TLS: {why_untrusted(error)}") from error
         except OSError as error:
             why = "TLS: no handshake" if scheme == "https" and not error.strerror else error.strerror or str(error)
             raise httpx.ConnectError(why.lower()) from error
@@ -501,6 +521,31 @@ class EngineTransport(httpx.AsyncBaseTransport):
             connection.close()
             raise httpx.ReadError("the transport was closed")
         return connection
+
+    async def _open(self, make: Callable[[], Connection], origin: Origin, options: Mapping[str, Any]) -> Connection:
+        """Connect to the first address of a host that answers: they are tried side by side (RFC 8305)."""
+        _, host, port = origin
+        loop = asyncio.get_running_loop()
+        if _is_address(host):
+            _, connection = await loop.create_connection(make, host, port, **options)
+            return connection
+        addresses = await self._resolver.addresses(host, port)
+        # The family that was reached before goes first: otherwise each connection would wait for the other one in vain.
+        last = self._reachable.get(origin)
+        in_order = sorted(addresses, key=lambda address: address[0] != last)
+        sock = await _connect_first(in_order)
+        self._reachable[origin] = socket.AddressFamily(sock.family)
+        _, connection = await loop.create_connection(make, sock=sock, **options)
+        return connection
+
+    def _tls(self) -> ssl.SSLContext:
+        """Return the TLS context of all connections; ``httpx.ConnectError``: a file of authorities cannot be used."""
+        if self._ssl is None:
+            try:
+                self._ssl = client_context(self._ca)
+            except TrustError as error:
+                raise httpx.ConnectError(f"TLS: {error}") from error
+        return self._ssl
 
     def _release(self, connection: Connection, *, ended: bool = False) -> None:
         """Keep a connection for further requests, if it can carry them; ``ended``: its request was over before."""
@@ -538,6 +583,27 @@ def json_post(url: str, headers: Headers, content: bytes) -> tuple[Origin, bytes
     origin, target, host = _address(url)
     usual = (b"host", host), (b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))
     return origin, _message(b"POST %b HTTP/1.1" % target, (*usual, *headers), content)
+
+
+async def _connect_first(addresses: Sequence[AddressInfo]) -> socket.socket:
+    """Return a connection to the first address that answers; ``OSError``: none does, its text names none of them."""
+    try:
+        return await start_connection(addresses, happy_eyeballs_delay=NEXT_ADDRESS_S, interleave=1)
+    except RuntimeError as error:  # uvloop's, for a socket that another attempt has closed meanwhile
+        raise OSError(str(error)) from error
+    except OSError as error:
+        if error.errno is None:
+            raise OSError(errno.EHOSTUNREACH, "none of its addresses takes connections") from error
+        raise OSError(error.errno, os.strerror(error.errno)) from error
+
+
+@lru_cache(256)
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 @lru_cache(256)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 
 from classifier import PromptClass
 from classifier.kinds import Complexity
@@ -19,6 +20,7 @@ from router.policy.profiles import (
     profile_name,
 )
 from tests.unit.router_stack import Stack
+from tests.waiting import until
 from tiers.spec import STANDARD_TIERS, TierName
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
@@ -54,7 +56,9 @@ def quality(identities: dict[TierName, str | None]) -> QualityProfile:
     )
 
 
-def speed(identities: dict[TierName, str | None], machine: str) -> LatencyProfile:
+def speed(
+    identities: dict[TierName, str | None], machine: str, speeds: Mapping[TierName, tuple[float, float]]
+) -> LatencyProfile:
     error = FitError(median=0.05, p95=0.2)
     fits = tuple(
         Fit(
@@ -62,17 +66,24 @@ def speed(identities: dict[TierName, str | None], machine: str) -> LatencyProfil
             step_base_ms=1000 * token_s, step_ms_per_sequence=0.1, step_knee=0, step_ms_beyond_knee=0, contention=0,
             ttft_spread=0.3, tpot_spread=0.1, ttft_error=error, tpot_error=error, samples=100,
         )
-        for tier, (first_s, token_s) in SPEEDS.items()
+        for tier, (first_s, token_s) in speeds.items()
     )  # fmt: skip
     return LatencyProfile(
         created=datetime.now(UTC), model="fake", machine=machine, checkpoints=identities, fits=fits, samples=()
     )
 
 
-async def measured(stack: Stack, folder: Path) -> None:
+async def measured(
+    stack: Stack, folder: Path, speeds: Mapping[TierName, tuple[float, float]] = MappingProxyType(SPEEDS)
+) -> None:
     identities = {spec.name: spec.identity for spec in stack.fleet.specs}
     (folder / profile_name(identities)).write_text(quality(identities).model_dump_json())
     machine = stack.fleet.machine
-    (folder / latency_name(identities, machine)).write_text(speed(identities, machine).model_dump_json())
-    while not (await stack.client.get(f"{stack.url}/policy")).json()["losses"][FAST]["chat"]["moderate"]["answers"]:
-        await asyncio.sleep(0.1)
+    (folder / latency_name(identities, machine)).write_text(speed(identities, machine, speeds).model_dump_json())
+
+    async def answers() -> int:
+        losses = (await stack.client.get(f"{stack.url}/policy")).json()["losses"]
+        measured_answers: int = losses[FAST]["chat"]["moderate"]["answers"]
+        return measured_answers
+
+    await until(answers, "the router to read the quality profile")

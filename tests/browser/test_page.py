@@ -13,7 +13,7 @@ from playwright.async_api import Error, Locator, Page, expect
 from router.auth.api_keys import add_key
 from tests.browser.conftest import Opened
 from tests.browser.line import Line
-from tests.browser.made_up import ANSWER, measured
+from tests.browser.made_up import ANSWER, SPEEDS, measured
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.unit.first_up import first_up
 from tests.unit.measuring_router import engines, measuring_router
@@ -23,6 +23,30 @@ from tiers.spec import STANDARD_TIERS
 pytestmark = pytest.mark.anyio
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 TIMEOUT_MS = 30_000  # for engines that start
+WATCH_ROWS = """() => {
+  window.fadedRows = 0;
+  const look = () => {
+    for (const row of document.querySelectorAll("#requests tr")) {
+      if (getComputedStyle(row).opacity !== "1") window.fadedRows += 1;
+    }
+    requestAnimationFrame(look);
+  };
+  look();
+}"""
+# Texts that reach beyond the next element around them that cuts off what is too large.
+CUT_TEXTS = """() => [...document.querySelectorAll("#requests td, .idle, .precision")].flatMap((node) => {
+  const range = document.createRange();
+  range.selectNodeContents(node);
+  const text = range.getBoundingClientRect();
+  if (!text.width) return [];
+  let around = node;
+  while (around !== document.body && around.id !== "requests" && getComputedStyle(around).overflow === "visible") around = around.parentElement;
+  for (const inner of node.querySelectorAll("*")) if (getComputedStyle(inner).webkitLineClamp !== "none") return [node.textContent];
+  if (around === document.body || around.id === "requests") return [];
+  const box = around.getBoundingClientRect();
+  const cut = text.bottom > box.bottom + 1 || text.right > box.right + 1 || text.top < box.top - 1;
+  return cut ? [`${node.className}: ${node.textContent}`] : [];
+})"""
 MARKUP = "<img src=x onerror=document.title='broken'>"
 
 
@@ -74,9 +98,67 @@ async def test_the_tiers_are_shown(tmp_path: Path, opened: Opened) -> None:
             await expect(replica).to_contain_text("qarr tiers drain fast-0")
             await expect(replica.get_by_role("button")).to_have_count(0)
             await expect(page.locator("#rights")).to_contain_text("qarr keys add NAME --admin")
+            await expect(page.locator("#rights")).to_contain_text("qarr keys off ends that")
             await expect(page.locator("#quality")).to_contain_text("qarr profile quality")
             await expect(page.locator("#measuring")).to_be_hidden()
             await expect(page).to_have_title("QARR")
+
+
+async def test_a_notice_and_a_router_without_engines_of_its_own(tmp_path: Path, opened: Opened) -> None:
+    """The settings' sentence stands at the head of the page; the machine is told as the router's, as no engine runs there."""
+    said = "Simulated: no model runs."
+    async with router_stack(tmp_path, {"server": {"notice": said}}) as stack, opened(stack.url) as page:
+        await live(page)
+        await expect(page.locator("#notice")).to_have_text(said)
+        stack.fleet.machine = "An example CPU"
+        await expect(page.locator("#machine")).to_have_text("router on An example CPU")
+    async with router_stack(tmp_path) as stack, opened(stack.url) as page:
+        await live(page)
+        await expect(page.locator("#notice")).to_be_hidden()
+
+
+async def test_an_idle_tier_says_why(tmp_path: Path, opened: Opened) -> None:
+    """What spoke against it in the last decision, once others get requests; before, it is only idle."""
+    async with router_stack(tmp_path) as stack, opened(stack.url) as page:
+        await live(page)
+        lane = tier(page, "fast").locator(".idle")
+        await expect(lane).to_have_text("idle")
+        await stack.generate(prompt="What is the capital of France?", tier="precise")
+        await expect(lane).to_have_text("idle; for the last prompt: hint precise wants precise or higher")
+        await expect(tier(page, "precise").locator(".idle")).to_have_text("idle")
+
+
+async def test_requests_that_come_fast_are_listed_whole(tmp_path: Path, opened: Opened) -> None:
+    """No row fades in, and at any width no text of a row, or of an idle tier, is cut where it stands."""
+    async with router_stack(tmp_path) as stack, opened(stack.url) as page:
+        await live(page)
+        await page.evaluate(WATCH_ROWS)
+        await asyncio.gather(*(stack.generate(prompt=f"prompt {number}", tier="precise") for number in range(30)))
+        await stack.generate(prompt="word " * 3000, max_tokens=4096)
+        await expect(page.locator("#requests tr")).to_have_count(31)
+        await expect(tier(page, "fast").locator(".idle")).to_contain_text("for the last prompt")
+        assert await page.evaluate("window.fadedRows") == 0
+        for width in (1440, 1250, 1000, 700, 390):
+            await page.set_viewport_size({"width": width, "height": 900})
+            assert await page.evaluate(CUT_TEXTS) == [], width
+
+
+async def test_a_tier_that_may_not_pay_is_told_kindly(tmp_path: Path, opened: Opened) -> None:
+    """Not in the colour of faults, with what a GPU would change, and that the router works all the same."""
+    folder = tmp_path / "profiles"
+    folder.mkdir()
+    async with router_stack(tmp_path, {"policy": {"profiles": str(folder)}}) as stack:
+        await measured(stack, folder, speeds=SPEEDS | {BALANCED: (0.9, 0.09)})
+        async with opened(stack.url) as page:
+            told = page.locator("#quality .pointless")
+            await expect(told).to_contain_text(
+                "balanced may not pay with this model on this machine: a token takes 90 ms"
+            )
+            await expect(told).to_contain_text("on a GPU reading the weights takes most of the time")
+            await expect(told).to_contain_text("The router works all the same")
+            colours = "node => [getComputedStyle(node).color, getComputedStyle(document.querySelector('.muted')).color]"
+            shown, muted = await told.evaluate(colours)
+            assert shown == muted
 
 
 async def test_what_the_router_measures_is_shown(tmp_path: Path, opened: Opened) -> None:
@@ -235,7 +317,7 @@ async def test_problems_are_shown_as_the_router_words_them(tmp_path: Path, opene
         await button(page, "Send").click()
         problem = page.locator("#answer-problem")
         await expect(problem).to_contain_text(f"The engine refused the request: not {MARKUP}")
-        await expect(page.locator("#requests tr").first).to_contain_text("failed: engine refused")
+        await expect(page.locator("#requests tr").first).to_contain_text("refused: engine refused")
         assert await page.locator("main img").count() == 0
 
 
@@ -396,13 +478,15 @@ async def test_expected_losses_are_a_table(tmp_path: Path, opened: Opened) -> No
 
     async with router_stack(tmp_path, {"policy": {"profiles": str(folder), "max_loss": {"code": 0.03}}}) as stack:
         async with opened(stack.url) as page:
-            await expect(code(page)).to_contain_text("1 in 25 over the cap ≤ 1 in 8, published✓ 1 in 250 ≤ 1 in 84")
+            await expect(code(page)).to_contain_text(
+                "4.0 of 100 over the cap 0.2 to 12 of 100, estimated✓ 0.4 of 100 0.02 to 1.2 of 100, estimated"
+            )
         await measured(stack, folder)
         async with opened(stack.url) as page:
-            await expect(code(page)).to_contain_text("1 in 12 over the cap 1 in 6\u2013235, of 40 answers✓ 1 in 264")
+            await expect(code(page)).to_contain_text("6.3 of 100 over the cap 0.7 to 14 of 100, estimated✓ 0.4 of 100")
             await expect(page.locator("#quality")).not_to_contain_text("qarr profile quality")
             await page.get_by_label("Prompt", exact=True).fill("Write a Python function that sorts dicts by a key.")
-            await expect(page.locator("#decision .verdicts")).to_contain_text("1 in 12 1 in 6\u2013235, of 40")
+            await expect(page.locator("#decision .verdicts")).to_contain_text("6.3 of 100 0.7 to 14 of 100, estimated")
 
 
 async def test_the_loss_budget_is_told(tmp_path: Path, opened: Opened) -> None:
@@ -414,9 +498,9 @@ async def test_the_loss_budget_is_told(tmp_path: Path, opened: Opened) -> None:
         await live(page)
         await expect(page.locator("#sum-loss-of")).to_have_text("no answers yet")
         answer = await stack.generate(prompt="What is the capital of France?")
-        await expect(page.locator("#sum-loss")).to_have_text("1 in 1,000")
+        await expect(page.locator("#sum-loss")).to_have_text("0.1 of 100")
         await expect(page.locator("#sum-saved-of")).to_have_text(re.compile("not measured yet|against all on precise"))
-        await expect(page.locator("#sum-loss-of")).to_have_text("1 in 9 allowed")
+        await expect(page.locator("#sum-loss-of")).to_have_text("11 of 100 allowed")
         await expect(page.locator("#budget")).to_have_text(
             "Where engine time is scarce, no prompt may lose more than fast loses. Of 1 answer since the start, 0.00 are "
             "expected to be worse than the highest precision\u2019s; 0.11 were allowed."
@@ -424,8 +508,10 @@ async def test_the_loss_budget_is_told(tmp_path: Path, opened: Opened) -> None:
         row = page.locator(f'tr[data-request="{answer.headers["x-request-id"]}"]')
         await row.get_by_role("button").press("Enter")
         facts = page.get_by_role("dialog").locator("#details-facts")
-        await expect(facts).to_contain_text("engine time, among tiers that are as good")
-        await expect(facts).to_contain_text("Expected worse1 in 1,000")
+        await expect(facts).to_contain_text("the soonest finish, among tiers that are as good")
+        await expect(facts).to_contain_text("Expected worse0.1 of 100")
+        trace = page.get_by_role("dialog").locator("#trace")
+        await expect(trace).to_contain_text("qarr.loss.expected0.1 of 100")  # a share, on the span
 
 
 async def test_a_bound_that_nobody_knows_to_be_kept_is_not_called_given_up(tmp_path: Path, opened: Opened) -> None:
@@ -435,7 +521,7 @@ async def test_a_bound_that_nobody_knows_to_be_kept_is_not_called_given_up(tmp_p
         assert answer.headers["x-qarr-degraded"] == "unmeasured"
         async with opened(stack.url) as page:
             row = page.locator(f'tr[data-request="{answer.headers["x-request-id"]}"]')
-            await expect(row.locator(".clip")).to_have_text(re.compile("^not measured: a bound may break · "))
+            await expect(row.locator(".why span")).to_have_text(re.compile("^not measured: a bound may break · "))
 
 
 async def test_the_list_holds_still(tmp_path: Path, opened: Opened) -> None:

@@ -5,7 +5,6 @@ Numbers, texts and ids are reduced to their types, so neither time nor chance is
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
@@ -17,6 +16,7 @@ import httpx
 
 from router.auth.api_keys import add_key
 from tests.unit.router_stack import router_stack
+from tests.waiting import until
 
 HI = {"prompt": "hi", "max_tokens": 8}
 CHAT = {"model": "auto", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
@@ -76,7 +76,6 @@ READ: dict[str, Asked] = {
     "traces": Asked("GET", "/traces"),
     "trace, unknown": Asked("GET", "/traces/{trace_id}", params={"trace_id": "0" * 32}),
     "policy": Asked("GET", "/policy"),
-    "usage": Asked("GET", "/usage"),
     "alive": Asked("GET", "/healthz"),
     "ready": Asked("GET", "/readyz"),
     "health": Asked("GET", "/health"),
@@ -125,6 +124,9 @@ KEYED: dict[str, Asked] = {
 }
 
 
+USAGE = Asked("GET", "/usage")
+
+
 class Form(NamedTuple):
     """An answer's form, and what it is the answer to."""
 
@@ -137,8 +139,6 @@ async def forms(folder: Path) -> dict[str, Form]:
     found: dict[str, Form] = {}
     async with router_stack(folder / "whole") as stack:
         for name, asked in {**GENERATED, **READ, **REFUSED}.items():
-            while name == "usage" and not (await stack.client.get(f"{stack.url}/usage")).json()["usage"]:
-                await asyncio.sleep(0.05)  # it is written once a second
             found[name] = Form(asked, await form_of(stack.client, stack.url, asked))
         trace = (await stack.client.get(f"{stack.url}/traces")).json()["traces"][0]["trace_id"]
         asked = Asked("GET", "/traces/{trace_id}", params={"trace_id": trace})
@@ -154,7 +154,25 @@ async def forms(folder: Path) -> dict[str, Form]:
             given = {"authorization": f"Bearer {key}", **asked.headers}
             headers = {header: value for header, value in given.items() if value}
             found[name] = Form(asked, await form_of(stack.client, stack.url, asked._replace(headers=headers)))
+    found["usage"] = Form(USAGE, await usage_form(folder / "used"))
     return found
+
+
+async def usage_form(folder: Path) -> dict[str, Any]:
+    """Return the form of usage once there is some: only requests with a key are counted, and written once a second."""
+    key, _ = add_key(folder / "keys.json", "somebody")
+    headers = {"authorization": f"Bearer {key}"}
+    overrides = {"auth": {"keys_file": str(folder / "keys.json")}, "budgets": {"file": str(folder / "usage.sqlite")}}
+    async with router_stack(folder, overrides) as stack:
+        client, generated = stack.client, GENERATED["generate"]
+        answer = await client.post(stack.url + generated.path, json=generated.body, headers=headers)
+        assert answer.status_code == 200, answer.text
+
+        async def usage() -> Any:
+            return (await client.get(stack.url + USAGE.path, headers=headers)).json()["usage"]
+
+        await until(usage, "GET /usage to list the usage of a key that has sent a request")
+        return await form_of(client, stack.url, USAGE._replace(headers=headers))
 
 
 async def form_of(client: httpx.AsyncClient, url: str, asked: Asked) -> dict[str, Any]:

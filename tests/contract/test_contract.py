@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from router.api.openapi import document
+from tests.conftest import clean_environment
 from tests.contract.answers import Form, forms
 from tests.contract.write import GOLDEN
 
@@ -19,8 +21,10 @@ UNKNOWN_PATHS = {"/none"}
 
 
 @pytest.fixture(scope="module")
-async def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Form]:
-    return await forms(tmp_path_factory.mktemp("contract"))
+async def found(tmp_path_factory: pytest.TempPathFactory, hub: Path) -> dict[str, Form]:
+    with pytest.MonkeyPatch.context() as patch:
+        clean_environment(patch, tmp_path_factory, hub)
+        return await forms(tmp_path_factory.mktemp("contract"))
 
 
 @pytest.fixture(scope="module")

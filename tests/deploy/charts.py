@@ -23,7 +23,7 @@ NAMESPACE = "llm"
 
 def tool(command: str, asked: object) -> Any:
     argv = [program("python"), str(Path(__file__).with_name("helm_tool.py")), command]
-    done = subprocess.run(argv, input=json.dumps(asked), capture_output=True, text=True, check=False)
+    done = subprocess.run(argv, input=json.dumps(asked), capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

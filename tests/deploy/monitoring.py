@@ -91,6 +91,7 @@ async def monitoring(tmp_path: Path, routers: Routers) -> AsyncIterator[Monitori
         scraping = [
             program("prometheus"), "--config.file=prometheus.yml", "--storage.tsdb.path=series",
             f"--web.listen-address=127.0.0.1:{port}", "--enable-feature=exemplar-storage",
+            f"--web.external-url={found.prometheus}", f"--web.console.templates={DEPLOY / 'prometheus/consoles'}",
         ]  # fmt: skip
         async with running(scraping, f"{found.prometheus}/-/ready", folder):
             yield found

@@ -6,12 +6,14 @@ import asyncio
 import shutil
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx
 
+from tests.waiting import within
+
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -46,7 +48,7 @@ async def running(argv: list[str], ready: str, cwd: Path) -> AsyncIterator[async
     finally:
         if process.returncode is None:
             process.terminate()
-        await process.wait()
+        await within(process.wait(), "the process to end")
 
 
 async def _answers(client: httpx.AsyncClient, url: str) -> bool:
@@ -54,15 +56,3 @@ async def _answers(client: httpx.AsyncClient, url: str) -> bool:
         return (await client.get(url)).status_code == 200
     except httpx.TransportError:
         return False
-
-
-async def eventually(look: Callable[[], Awaitable[Any]], within_s: float = 40) -> Any:
-    """Return what a look finds, once that is something; fail with the last thing found after a time."""
-    found = None
-    try:
-        async with asyncio.timeout(within_s):
-            while not (found := await look()):
-                await asyncio.sleep(0.1)
-    except TimeoutError:
-        raise AssertionError(f"{look.__name__} found {found!r} for {within_s} s") from None
-    return found

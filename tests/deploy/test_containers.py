@@ -23,7 +23,13 @@ SECRETS = {"ENGINE_KEY": "an-engine-key", "GRAFANA_PASSWORD": "a-password"}
 def compose(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     argv = [program("docker-compose"), "--env-file", "compose.env.example", "-f", "compose.yaml", *arguments]
     return subprocess.run(
-        argv, cwd=DEPLOY, env={"PATH": os.environ["PATH"], **environment}, capture_output=True, text=True, check=False
+        argv,
+        cwd=DEPLOY,
+        env={"PATH": os.environ["PATH"], **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
     )
 
 
@@ -38,7 +44,9 @@ def services() -> dict[str, Any]:
 @pytest.mark.parametrize("name", FILES)
 def test_container_files(name: str) -> None:
     """Hadolint finds nothing; they end as a user of their own, start without a shell; servers can be asked for their health."""
-    done = subprocess.run([program("hadolint"), str(DEPLOY / name)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [program("hadolint"), str(DEPLOY / name)], capture_output=True, text=True, check=False, timeout=100
+    )
     assert done.returncode == 0, done.stdout
     text = (DEPLOY / name).read_text("utf-8")
     assert set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)) == {"${BASE}"}  # so that a release can pin one digest

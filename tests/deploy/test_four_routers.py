@@ -21,13 +21,13 @@ import httpx
 import pytest
 
 from router.auth.api_keys import add_key
-from tests.deploy.services import DEPLOY, ROOT, eventually, program
+from tests.deploy.services import DEPLOY, ROOT, program
 from tests.deploy.test_nginx import configure
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.ports import reserved_ports
-from tests.unit.own_engines import until
 from tests.unit.own_router import QARR
 from tests.unit.router_stack import events
+from tests.waiting import until, within
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -142,7 +142,7 @@ async def machine(tmp_path: Path) -> AsyncIterator[Machine]:
         text = text.replace("deploy/settings/routers-redis.toml", str(tmp_path / "engines.toml"))
         env = {**os.environ, "PATH": path, "XDG_CONFIG_HOME": str(tmp_path / "config")}
         script = await asyncio.create_subprocess_exec("bash", "-euc", text, cwd=ROOT, env=env)
-        assert await script.wait() == 0
+        assert await within(script.wait(), "the script to end", within_s=100) == 0
         for name in (*ports, "nginx"):
             stack.callback(ended, tmp_path / f"{name}.pid")
 
@@ -152,7 +152,7 @@ async def machine(tmp_path: Path) -> AsyncIterator[Machine]:
             except (httpx.TransportError, KeyError):
                 return False
 
-        await eventually(shared, 90)
+        await until(shared, within_s=90)
         yield found
 
 
@@ -199,7 +199,7 @@ async def test_four_routers_are_one_to_their_callers(tmp_path: Path) -> None:
         async def all_theirs() -> bool:
             return await found.limits(left) == LIMITS
 
-        await eventually(all_theirs)
+        await until(all_theirs)
         going = False
         await asyncio.gather(*askers)
         watching.cancel()

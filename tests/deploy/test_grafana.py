@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,9 @@ import pytest
 import yaml
 
 from tests.deploy.monitoring import monitoring
-from tests.deploy.services import DEPLOY, eventually, program
+from tests.deploy.services import DEPLOY, ROOT, program
 from tests.deploy.traffic import two_routers
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +29,7 @@ def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_the_files_are_what_the_script_makes() -> None:
     """Nobody has changed the JSON by hand, or the script without it."""
-    subprocess.run([program("python"), str(GRAFANA / "dashboards.py"), "--check"], check=True)
+    subprocess.run([program("python"), str(GRAFANA / "dashboards.py"), "--check"], check=True, timeout=100)
     assert set(DASHBOARDS) == {"qarr-overview", "qarr-engines", "qarr-quality", "qarr-usage"}
 
 
@@ -51,11 +53,35 @@ def test_dashboards_are_well_formed(name: str) -> None:
         assert panel["description"].endswith("."), panel["title"]
         assert panel["targets"], panel["title"]
     variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
-    assert set(variables) == {"datasource", "job"}
+    assert set(variables) == {"datasource", "job", "runbooks"}
     provisioned = yaml.safe_load((GRAFANA / "provisioning/datasources/qarr.yml").read_text("utf-8"))["datasources"]
     uids = {source["uid"] for source in provisioned}
     links = provisioned[0]["jsonData"]["exemplarTraceIdDestinations"]
     assert [(link["name"], link["datasourceUid"] in uids) for link in links] == [("trace_id", True)]
+
+
+@pytest.mark.parametrize("name", sorted(DASHBOARDS))
+def test_links_lead_to_runbooks(name: str) -> None:
+    """Each dashboard to all of them, and the panels that alerts are about each to its section."""
+    dashboard = DASHBOARDS[name]
+    assert "${runbooks}" in [link.get("url") for link in dashboard["links"]]
+    sections = set(re.findall(r"^## (\w+)$", (ROOT / "docs/runbooks.md").read_text("utf-8"), re.MULTILINE))
+    for panel in panels(dashboard):
+        for link in panel.get("links", []):
+            alert = link["title"].removeprefix("Runbook: ")
+            assert alert in sections
+            assert link["url"] == f"${{runbooks}}#{alert.lower()}"
+
+
+def test_every_alert_that_a_panel_can_show_is_linked() -> None:
+    """But for that of the certificate, which no panel shows."""
+    linked = {
+        link["title"].removeprefix("Runbook: ")
+        for dashboard in DASHBOARDS.values() for panel in panels(dashboard) for link in panel.get("links", [])
+    }  # fmt: skip
+    rules = yaml.safe_load((DEPLOY / "prometheus/rules/alerts.yml").read_text("utf-8"))["groups"]
+    alerts = {rule["alert"] for group in rules for rule in group["rules"]}
+    assert alerts - linked == {"QarrCertificateExpires"}
 
 
 @pytest.mark.anyio
@@ -64,7 +90,7 @@ async def test_no_panel_is_empty(tmp_path: Path) -> None:
     """After everything has happened to two routers, every query of every panel has something to show, of every tier."""
     async with two_routers(tmp_path) as routers, monitoring(tmp_path, routers) as found:
         await routers.ordinary()  # every series is there once before it grows: a rate needs two points
-        await eventually(lambda: found.query("job:qarr_requests:sum > 0"))
+        await until(lambda: found.query("job:qarr_requests:sum > 0"))
         await routers.everything()
         asked = [
             (f"{name}: {panel['title']}", target["expr"].replace("$job", "qarr").replace("$__rate_interval", "2m"))
@@ -83,7 +109,7 @@ async def test_no_panel_is_empty(tmp_path: Path) -> None:
 
         empty = asked
         try:
-            await eventually(all_answered)
+            await until(all_answered)
         except AssertionError:
             raise AssertionError(empty) from None
         assert await found.query('sum(qarr_refusals_total{reason="too_long"}) > 0')

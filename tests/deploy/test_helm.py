@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 NAMES = [path.stem for path in SAMPLES]
 # Where a pod may write: volumes of its own, the checkpoints that an init container makes, the routers' profiles.
 WRITTEN = {"/tmp", "/dev/shm", "/models", "/var/cache/qarr", "/var/cache/engine", "/var/lib/qarr/profiles"}  # noqa: S108
+RUNBOOKS = '{{ or $externalLabels.runbooks (printf "%s/consoles/runbooks.html" $externalURL) }}'
 EVERYTHING = {
     "engineKey": {"existingSecret": "", "value": "an-engine-key"},
     "auth": {"existingSecret": "", "keys": '{"version": 1, "keys": []}'},
@@ -39,7 +40,7 @@ EVERYTHING = {
         "runtimeClassName": "nvidia",
     },
     "networkPolicy": {"clients": [{"podSelector": {}}]},
-    "monitoring": {"rules": {"runbooks": "https://git.example/qarr/blob/main/"}},
+    "monitoring": {"rules": {"runbooks": "https://git.example/qarr/docs/runbooks.md"}},
 }
 
 
@@ -161,7 +162,9 @@ def test_engines_get_gpus_keys_and_caches(releases: dict[str, Release]) -> None:
     assert argument(precise, "--tensor-parallel-size") == "2"
     paths = {argument(pod["containers"][0], "--model") for n, pod in node.pods.items() if n != "qarr-router"}
     assert len(paths) == 3  # LMCache tells models apart by their path alone
-    assert {"--enable-prefix-caching", "--enable-auto-tool-choice", "--tool-call-parser=hermes"} < set(precise["args"])
+    assert {"--enable-prefix-caching", "--tool-call-parser=hermes", "--tool-strict-level=parameter"} < set(
+        precise["args"]
+    )
     off = release("one-node", {"engines": {"prefixCaching": False}}).pods["qarr-precise"]["containers"][0]
     assert "--no-enable-prefix-caching" in off["args"]
     cluster = releases["cluster"].pods["qarr-fast"]["containers"][0]
@@ -237,7 +240,7 @@ def parse(queries: list[str], folder: Path) -> None:
     rules = folder / "rules.yml"
     made = [{"record": f"q{number}", "expr": query} for number, query in enumerate(queries)]
     rules.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": made}]}))
-    subprocess.run([program("promtool"), "check", "rules", str(rules)], check=True, capture_output=True)
+    subprocess.run([program("promtool"), "check", "rules", str(rules)], check=True, capture_output=True, timeout=100)
 
 
 @pytest.mark.anyio
@@ -270,14 +273,11 @@ async def test_autoscalers_ask_for_metrics_that_exist(releases: dict[str, Releas
 
 def test_monitoring_is_that_of_the_repository(releases: dict[str, Release]) -> None:
     """Rules and dashboards are those of deploy/prometheus and deploy/grafana, but for the links to runbooks."""
-    for name, root in (
-        ("cluster", "https://runbooks.example/qarr"),
-        ("everything", "https://git.example/qarr/blob/main"),
-    ):
+    for name, runbooks in (("cluster", RUNBOOKS), ("everything", "https://git.example/qarr/docs/runbooks.md")):
         made = releases[name]
         found = {f"{n.removeprefix('qarr-')}.yml": m["spec"] for n, m in made.of_kind("PrometheusRule").items()}
         files = {path.name: path.read_text("utf-8") for path in (DEPLOY / "prometheus/rules").glob("*.yml")}
-        expected = {n: yaml.safe_load(t.replace("https://runbooks.example/qarr", root)) for n, t in files.items()}
+        expected = {n: yaml.safe_load(t.replace(RUNBOOKS, runbooks)) for n, t in files.items()}
         assert found == expected
         dashboards = {
             k: v for n, m in made.of_kind("ConfigMap").items() if "-dashboard-" in n for k, v in m["data"].items()

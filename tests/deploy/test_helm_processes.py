@@ -15,12 +15,11 @@ import pytest
 
 from router.auth.api_keys import add_key
 from tests.deploy.charts import NAMESPACE, Mapped, argument, release
-from tests.deploy.services import eventually
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.ports import reserved_ports
 from tests.unit.classifier.test_tokens import BYTE_LEVEL, byte_level
-from tests.unit.own_engines import until
 from tests.unit.router_stack import events
+from tests.waiting import until, within
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -97,21 +96,21 @@ async def pod(tmp_path: Path, sample: str, redis: RedisServer) -> AsyncIterator[
         finally:
             if process.returncode is None:
                 process.kill()
-            await process.wait()
+            await within(process.wait(), "the process to end")
 
 
 @pytest.mark.parametrize("sample", ["laptop", "one-node", "cluster"])
 async def test_the_router_serves(tmp_path: Path, sample: str, redis_server: RedisServer) -> None:
     """It finds the engines of every tier by name, has their key, is ready, and answers; the startup probe is answered."""
     async with pod(tmp_path, sample, redis_server) as found:
-        await eventually(found.ready)
+        await until(found.ready)
         assert (await found.client.get(f"{found.url}/healthz")).status_code == 200
 
         async def all_ready() -> bool:
             tiers = (await found.client.get(f"{found.url}/readyz")).json()["tiers"]
             return all(tiers[tier] == "ready" for tier in found.engines)
 
-        await eventually(all_ready)
+        await until(all_ready)
         answer = await found.ask()
         assert (answer.status_code, answer.headers["x-qarr-precision"]) == (200, "bf16 (stated)")
         for behaviour in found.engines.values():
@@ -124,7 +123,7 @@ async def test_the_router_serves(tmp_path: Path, sample: str, redis_server: Redi
 async def test_a_leaving_router_finishes_its_answers(tmp_path: Path, redis_server: RedisServer) -> None:
     """While the preStop command runs it serves as before; after SIGTERM open answers end well, and it exits with 0."""
     async with pod(tmp_path, "one-node", redis_server) as found:
-        await eventually(found.ready)
+        await until(found.ready)
         found.engines["precise"].delay_s = 0.5
         leaving = await asyncio.create_subprocess_exec(*found.prestop)
         assert await found.ready()

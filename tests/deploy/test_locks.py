@@ -20,6 +20,6 @@ def test_the_routers_lock_resolves(python: str, platform: str, tmp_path: Path) -
     )
     where = ["--target", str(tmp_path), "--python-version", python, "--python-platform", platform]
     done = subprocess.run(
-        [sys.executable, *command.split(), *where], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, *command.split(), *where], cwd=ROOT, capture_output=True, text=True, check=False, timeout=100
     )
     assert done.returncode == 0, done.stderr

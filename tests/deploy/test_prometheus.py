@@ -7,13 +7,15 @@ import re
 import subprocess
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 import yaml
 
 from tests.deploy.monitoring import alertmanager, monitoring
-from tests.deploy.services import DEPLOY, ROOT, eventually, program
+from tests.deploy.services import DEPLOY, ROOT, program
 from tests.deploy.traffic import BALANCED, two_routers
 from tests.unit.router_stack import router_stack
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +39,9 @@ NAME = re.compile(r"\b(?:[a-z_]+:)?(?:qarr|vllm)[_:]\w+(?::\w+)*")
 
 def run(*argv: str) -> str:
     """Run a tool in the folder of the Prometheus configuration; return what it said."""
-    done = subprocess.run([program(argv[0]), *argv[1:]], cwd=PROMETHEUS, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [program(argv[0]), *argv[1:]], cwd=PROMETHEUS, capture_output=True, text=True, check=False, timeout=100
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -78,7 +82,7 @@ def test_every_alert_has_a_runbook() -> None:
     for name, rule in ALERTS.items():
         assert rule["labels"]["severity"] in {"page", "ticket"}, name
         assert {"summary", "description"} < set(rule["annotations"]), name
-        assert rule["annotations"]["runbook_url"].endswith(f"/docs/runbooks.md#{name.lower()}"), name
+        assert rule["annotations"]["runbook_url"].endswith(f" }}}}#{name.lower()}"), name
     for section in HEADING.split(text)[2::2]:  # name, text, name, text, ...
         parts = [section.index(part) for part in ("**Means.**", "**See.**", "**Do.**")]
         assert parts == sorted(parts)
@@ -116,6 +120,9 @@ async def test_every_metric_exists(tmp_path: Path) -> None:
         engine = (await stack.client.get(f"{stack.fleet.replicas[0].url}/metrics")).text
     names |= {line.partition("{")[0] for line in engine.splitlines()}
     names |= {"vllm:num_preemptions_total", "qarr_tls_expires_timestamp_seconds"}  # not the fake's; only with TLS
+    names |= {
+        f"qarr_redis_{name}" for name in ("serves", "failures_total", "budgets_restored_total")
+    }  # only with Redis
     asked = {name for expr in queries().values() for name in NAME.findall(expr)}
     assert len(asked) > 40
     assert asked - names == set()
@@ -127,12 +134,12 @@ async def test_an_alert_reaches_its_receiver_and_clears(tmp_path: Path) -> None:
     """Two routers are scraped under load: nothing is counted twice, and a tier that goes down is told of until it is back."""
     async with two_routers(tmp_path) as routers, monitoring(tmp_path, routers) as found:
         await routers.ordinary()
-        await eventually(lambda: found.query("sum(job:qarr_requests:sum) > 0"))
+        await until(lambda: found.query("sum(job:qarr_requests:sum) > 0"))
         load = asyncio.create_task(keep_asking(routers))
         for stack in routers.stacks:
             stack.engines[BALANCED].alive = False
-        await eventually(lambda: found.query('ALERTS{alertname="QarrTierDown",alertstate="firing",tier="balanced"}'))
-        held = await eventually(lambda: of_name(found, "QarrTierDown"))
+        await until(lambda: found.query('ALERTS{alertname="QarrTierDown",alertstate="firing",tier="balanced"}'))
+        held = await until(lambda: of_name(found, "QarrTierDown"))
         assert held[0]["labels"] == {
             "alertname": "QarrTierDown",
             "job": "qarr",
@@ -140,10 +147,11 @@ async def test_an_alert_reaches_its_receiver_and_clears(tmp_path: Path) -> None:
             "tier": "balanced",
         }
         assert held[0]["annotations"]["summary"] == "qarr: tier balanced is down"
-        await eventually(lambda: received(found, "firing"))
+        await the_runbook_is_there(found, held[0]["annotations"]["runbook_url"])
+        await until(lambda: received(found, "firing"))
         for stack in routers.stacks:
             stack.engines[BALANCED].alive = True
-        await eventually(lambda: received(found, "resolved"))
+        await until(lambda: received(found, "resolved"))
         assert await found.query('ALERTS{alertname="QarrTierDown"}') == []
         load.cancel()
         await asyncio.gather(load, return_exceptions=True)
@@ -199,10 +207,19 @@ async def test_what_follows_from_something_worse_is_not_told(tmp_path: Path) -> 
         async def the_last_one() -> bool:
             return targets[-1] in await held_back()
 
-        await eventually(the_last_one)
+        await until(the_last_one)
         held = await held_back()
         for (source, _, target, _, inhibited), labels in zip(cases, targets, strict=True):
             assert (labels in held) is inhibited, (source, target)
+
+
+async def the_runbook_is_there(found: Monitoring, link: str) -> None:
+    """Follow the link of an alert: Prometheus itself serves its section."""
+    address, _, section = link.partition("#")
+    assert address.startswith(found.prometheus)
+    page = await found.client.get(address)
+    assert page.status_code == httpx.codes.OK
+    assert f'<h2 id="{section}">' in page.text
 
 
 async def keep_asking(routers: Routers) -> None:
@@ -226,7 +243,7 @@ async def nothing_is_counted_twice(found: Monitoring, routers: Routers) -> None:
     async def all_there() -> bool:
         return await found.number("job:qarr_requests:sum") == routers.sent
 
-    await eventually(all_there)
+    await until(all_there)
     by_router = await found.query("sum by (instance) (qarr_requests_total)")
     assert len(by_router) == 2
     assert sum(float(series["value"][1]) for series in by_router) == routers.sent

@@ -14,8 +14,8 @@ import pytest
 
 from router.server.settings import ServerSettings
 from tests.deploy.services import DEPLOY, ROOT, program
-from tests.unit.own_engines import until
 from tests.unit.server.test_handover import QARR, Routers, routers
+from tests.waiting import until
 
 SYSTEMD = DEPLOY / "systemd"
 UNITS = ("qarr.service", "qarr-router@.service")
@@ -39,7 +39,11 @@ def units(tmp_path: Path) -> Path:
 def test_systemd_accepts_the_units(units: Path, name: str) -> None:
     path = units / name.replace("@", "@8080")
     done = subprocess.run(
-        [program("systemd-analyze"), "verify", "--man=no", str(path)], capture_output=True, text=True, check=False
+        [program("systemd-analyze"), "verify", "--man=no", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
     )
     about_ours = [line for line in done.stderr.splitlines() if "qarr" in line]
     assert (done.returncode, about_ours) == (0, []), done.stderr
@@ -52,7 +56,7 @@ def test_the_units_are_hardened(units: Path, name: str, most: int) -> None:
     done = subprocess.run(
         [program("systemd-analyze"), "security", "--offline=true", f"--threshold={most}", "--no-pager", str(path)],
         capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    timeout=100)  # fmt: skip
     assert done.returncode == 0, done.stdout[-500:] + done.stderr
 
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from router.auth.api_keys import add_key, set_team
 from router.policy.profiles import latency_name
 from router.profiling.shadow_evaluation import LOOK_S
-from tests.browser.made_up import speed
-from tests.deploy.services import eventually
-from tests.unit.own_engines import until
+from tests.browser.made_up import SPEEDS, speed
 from tests.unit.router_stack import router_stack
+from tests.waiting import until
 from tiers.spec import STANDARD_TIERS
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 ADDED = {"int8": {"urls": ["http://127.0.0.1:1"], "precision": "int8"}}  # to the first router's tiers
 UNTIL_IDLE_S = 4 * LOOK_S  # after a request: shadow evaluation waits for half as long without any
-CHAT = "Hello, how are you today?"
+CHAT = "Which river flows through Paris?"
 PROMPTS = (CHAT, "Write a Python function that sorts a list of dicts by a key.", "What is 17 * 23 + 4? Show each step.")
 
 
@@ -104,7 +103,7 @@ class Routers:
             live = (await stack.client.get(f"{stack.url}/policy")).json()["live"]
             return any(one["differing"] for one in live)
 
-        await eventually(differing, 60)
+        await until(differing)
         precise.answer = before
 
     async def everything(self) -> None:
@@ -137,6 +136,6 @@ async def two_routers(tmp_path: Path) -> AsyncIterator[Routers]:
         fleet = stacks[1].fleet
         identities = {spec.name: spec.identity for spec in fleet.specs}
         profile = tmp_path / "second/profiles" / latency_name(identities, fleet.machine)
-        profile.write_text(speed(identities, fleet.machine).model_dump_json())
+        profile.write_text(speed(identities, fleet.machine, SPEEDS).model_dump_json())
         await until(lambda: all(r.state.speed is not None and r.state.speed.under_load for r in fleet.replicas))
         yield Routers(stacks, key=key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,9 @@ import httpx
 import psutil
 import pytest
 
+from tests.engine import twins
 from tests.engine.collector import Collector
+from tests.engine.scoring import Scorer
 from tests.ports import reserved_range
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 QARR = Path(sys.executable).with_name("qarr")
 BALANCED_ARGS = ["--block-size", "64"]  # of the KV cache, which the engine tells in its metrics
+CAPITAL = "What is the capital of France?"
 HANG_S = "10"  # and 30 s to answer one token, which is longer than the longest prompt takes on two cores
 NEEDED_GIB, ALONE_GIB = 15.0, 6.0  # of free memory: some tests start a fleet beside the session's; some need neither
 START_LIMIT_S = 1500  # checkpoints are made first where the cache has none
@@ -47,6 +51,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if free < least:
         pytest.exit(f"{needs}: end other programs, or run them on another machine", 1)
     session.config.get_terminal_writer().line(f"\n{needs}. Ports are chosen among the free ones.")
+    session.config.get_terminal_writer().line(twins.describe())
+
+
+@pytest.fixture
+def model_store(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let settings that the test reads, and commands that it runs, find the checkpoints that the engines serve."""
+    store = twins.model_store()
+    monkeypatch.setenv(twins.STORE_VARIABLE, str(store))
+    return store
 
 
 @dataclass(slots=True)
@@ -65,14 +78,31 @@ class Up:
         found: dict[str, Any] = self.tiers()[tier]["replicas"][0]
         return found
 
+    def scorer(self, tier: str) -> Scorer:
+        """Return what asks a tier's first engine how likely it finds a text."""
+        replica = self.replica(tier)
+        return Scorer.of(replica["url"], key_of(replica["pid"]))
+
+    def finished_long(self, tier: str) -> float:
+        """Return how many answers a tier's first engine has brought to their end that might have had over 1,000 tokens.
+
+        While nobody asks, the router measures an engine's speed, with answers that are far shorter.
+        """
+        metrics = httpx.get(f"{self.replica(tier)['url']}/metrics", trust_env=False).text
+        counts = dict(
+            re.findall(r'^vllm:request_params_max_tokens_bucket\{.*le="([^"]+)".*\} (\S+)$', metrics, re.MULTILINE)
+        )
+        return float(counts["+Inf"]) - float(counts["1000.0"])
+
     def operate(self, *args: str) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "QARR_POLICY__PROFILES": str(self.profiles)}
         url = () if args[0] == "record" else ("--url", self.url)
-        return subprocess.run([QARR, "tiers", *args, *url], env=env, capture_output=True, text=True, check=False)
+        command = [QARR, "tiers", *args, *url]
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=START_LIMIT_S)
 
     def generate(self, **body: Any) -> httpx.Response:
         """Post to /generate, with an answer of a few tokens at temperature 0 unless said otherwise."""
-        body = {"prompt": "What is the capital of France?", "max_tokens": 16, "temperature": 0, **body}
+        body = {"prompt": CAPITAL, "max_tokens": 16, "temperature": 0, **body}
         return httpx.post(f"{self.url}/generate", json=body, timeout=300, trust_env=False)
 
 
@@ -109,6 +139,7 @@ def started(
         "QARR_POLICY__MAX_SLOWDOWN": "1e9",
         "QARR_PROFILE__AUTO": "false",
         "QARR_ENGINE__LOG_DIR": str(tmp_path_factory.mktemp("logs")),
+        twins.STORE_VARIABLE: str(twins.model_store()),
         **own,
     }
     process = subprocess.Popen(
@@ -151,7 +182,7 @@ def _wait_until_up(running: Up) -> None:
 
 @pytest.fixture(scope="session")
 def engine_keys(up: Up) -> dict[str, str]:
-    return {name: key_of(tier["replicas"][0]["pid"]) for name, tier in up.tiers().items()}
+    return {name: key_of(tier["replicas"][0]["pid"]) for name, tier in up.tiers().items() if tier["replicas"]}
 
 
 def key_of(pid: int) -> str:

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from classifier import ModelTokenCounter
+from tests.engine.conftest import CAPITAL
+from tests.engine.scoring import OTHER_REGRET
 from tests.unit.router_stack import events
-from tiers.checkpoints.checkpoint import read_checkpoint
+from tiers.checkpoints.checkpoint import read_checkpoint, weights_digest
 from tiers.checkpoints.prepare import CALIBRATION_SAMPLES
 from tiers.probe import EngineProbe
 from tiers.spec import PRECISIONS, STANDARD_TIERS, TierName
@@ -31,8 +33,11 @@ LONG = "Tell me a story about a fox."
 
 
 @pytest.mark.parametrize("tier", list(STANDARD_TIERS))
-def test_each_tier_streams_the_right_answer(up: Up, tier: TierName) -> None:
-    """Asked by hint, every precision answers that the capital of France is Paris, and discloses itself."""
+def test_each_tier_streams_its_engines_answer(up: Up, tier: TierName) -> None:
+    """Asked by hint, every precision streams what its own engine finds likeliest, and discloses itself.
+
+    The highest precision finds it likely as well: the model answers, and not just any text that an engine makes up.
+    """
     answer = up.generate(tier=tier)
     assert answer.status_code == 200
     assert answer.headers["x-qarr-tier"] == tier
@@ -40,7 +45,9 @@ def test_each_tier_streams_the_right_answer(up: Up, tier: TierName) -> None:
     for name in ("x-qarr-reason", "x-qarr-trace-id", "x-request-id"):
         assert answer.headers[name]
     seen = events(answer.text)
-    assert "Paris" in "".join(data["text"] for name, data in seen if name == "message")
+    text = "".join(data["text"] for name, data in seen if name == "message")
+    up.scorer(tier).check_answer(CAPITAL, text)
+    up.scorer(TierName.PRECISE).check_answer(CAPITAL, text, most=OTHER_REGRET)
     assert seen[-1][0] == "done"
     usage = seen[-1][1]["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
@@ -94,7 +101,7 @@ def test_checkpoints_are_real(up: Up) -> None:
         checkpoint = read_checkpoint(name, path)
         assert checkpoint is not None, f"{path} is not a finished checkpoint"
         manifests[name] = checkpoint.manifest
-        assert tiers[name]["checkpoint_digest"] == checkpoint.manifest.weights_digest
+        assert tiers[name]["checkpoint_digest"] == checkpoint.manifest.weights_digest == weights_digest(path)
         quantization = json.loads((path / "config.json").read_text()).get("quantization_config")
         assert (quantization is None) == (name is TierName.PRECISE)
     assert len({m.weights_digest for m in manifests.values()}) == 3
@@ -117,20 +124,21 @@ def test_prompt_that_fits_no_tier_is_a_422(up: Up) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_client_that_leaves_frees_the_engine_within_a_second(up: Up, stream: bool) -> None:  # noqa: FBT001
-    """vLLM's own count of running requests falls to zero right after the client closed its connection."""
+def test_client_that_leaves_frees_the_engine(up: Up, stream: bool) -> None:  # noqa: FBT001
+    """vLLM's own count of running requests falls to zero once the client has closed its connection, in mid-answer."""
     body = json.dumps(
         {"prompt": LONG, "tier": "precise", "max_tokens": 2000, "temperature": 0, "stream": stream}
     ).encode()
     head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    finished = up.finished_long("precise")
     with socket.create_connection(("127.0.0.1", int(up.url.rsplit(":", 1)[1]))) as client:
+        client.settimeout(60)
         client.sendall(head + body)
         _until(lambda: up.replica("precise")["in_flight"] == 1 and _engine(up).running == 1, 20)
         if stream:
             assert b"200 OK" in client.recv(4096)
-    left = time.monotonic()
     _until(lambda: up.replica("precise")["in_flight"] == 0 and _engine(up).running == 0, 20)
-    assert time.monotonic() - left < 2, "the engine went on for a client that is gone"
+    assert up.finished_long("precise") == finished, "the engine went on for a client that is gone"
 
 
 def _engine(up: Up) -> Gauges:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from router.section import PROJECT
 from tests.ports import reserved_ports
+from tests.waiting import call_within
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Up
@@ -50,7 +51,8 @@ def test_openais_endpoint_is_traced_alike(up: Up) -> None:
     """The same five spans; a refused request leaves neither its prompt nor the engine's words about it on any span."""
     import httpx
 
-    chat = {"model": "fast", "messages": [{"role": "user", "content": "Be secretive."}], "max_tokens": 2}
+    messages = [{"role": "user", "content": "Be secretive."}]
+    chat = {"model": "fast", "messages": messages, "max_tokens": 2, "min_tokens": 2}
     key = {"authorization": "Bearer qarr-not-for-traces"}
     answer = httpx.post(f"{up.url}/v1/chat/completions", json=chat, headers=key, timeout=60, trust_env=False)
     trace = up.collector.trace(answer.headers["x-qarr-trace-id"], until=SPANS)
@@ -85,7 +87,7 @@ def test_the_viewer_shows_the_whole_trace(up: Up) -> None:
     assert viewer.stdin is not None
     assert viewer.stdout is not None
     try:
-        link = viewer.stdout.readline().strip()
+        link = call_within(viewer.stdout.readline, "the viewer's address").strip()
         assert link == f"http://127.0.0.1:{port}/?trace={{trace_id}}"
         up.collector.viewer = f"http://127.0.0.1:{port}"
         answer = up.generate(tier="fast", prompt="What is the capital of France? Be secretive.")

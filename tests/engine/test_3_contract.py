@@ -42,9 +42,10 @@ async def script(url: str, key: str) -> dict[str, Any]:
     headers = {"authorization": f"Bearer {key or 'none'}"}
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60, headers=headers) as client:
         model = (await client.get("/v1/models")).json()["data"][0]
-        chat = {"model": model["id"], "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "stream": True}
+        asked = {"model": model["id"], "max_tokens": 3, "ignore_eos": True, "stream": True}
+        chat = {**asked, **STORY}
         extra = {"stream_options": {"include_usage": True}, "temperature": 0, "priority": 0}
-        text = {"model": model["id"], "prompt": "The", "max_tokens": 3, "stream": True}
+        text = {**asked, "prompt": "The"}
         metrics = (await client.get("/metrics")).text
         return {
             "health": (await client.get("/health")).status_code,
@@ -69,13 +70,16 @@ async def script(url: str, key: str) -> dict[str, Any]:
                 for path, body in NAMED.items()
                 for stream in (True, False)
             ],
-            "counted": list((await client.post(f"{MESSAGES}/count_tokens", json={**_of(chat), **HI})).json()),
+            "counted": list((await client.post(f"{MESSAGES}/count_tokens", json={**_of(chat), **STORY})).json()),
+            "thinks": await EngineProbe(client, url, key).takes_thinking(model["id"], 60),
             "refused": [
                 await _refusal(client, path, {**_of(chat), **body, limit: -1})
                 for (path, body), limit in zip(NAMED.items(), ("max_tokens", "max_output_tokens"), strict=True)
             ],
             "held back": [
-                await _held_back(client, path, {**body, **extra, "max_tokens": 32, "return_token_ids": True})
+                await _held_back(
+                    client, path, {**body, **extra, "max_tokens": 32, "ignore_eos": False, "return_token_ids": True}
+                )
                 for path, body in (("/v1/chat/completions", chat), ("/v1/completions", text))
             ],
         }
@@ -148,22 +152,27 @@ async def _usual(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
     return done == COMPLETION_FORMAT.done and all(map(COMPLETION_FORMAT.usual, events))
 
 
-HI = {"messages": [{"role": "user", "content": "hi"}]}
+# No model ends its answer to this within three tokens.
+STORY = {"messages": [{"role": "user", "content": "Tell me a long story about a fox."}]}
 NAMED: dict[str, dict[str, Any]] = {
-    MESSAGES: {**HI, "max_tokens": 3},
-    RESPONSES: {"input": HI["messages"], "max_output_tokens": 3},
+    MESSAGES: {**STORY, "max_tokens": 3},
+    RESPONSES: {"input": STORY["messages"], "max_output_tokens": 3},
 }
 NEVER = "~~~~~~"  # in no answer
+# What a real engine must say; the fake has words of its own.
+SENTENCE = {
+    "structured_outputs": {"choice": ["The fox ran over the hill, and the hounds ran after it until the evening."]}
+}
 STOPS = {"stop": "e", "structured_outputs": {"choice": ["There it is."]}}  # a real engine must say it; the fake says so
 
 
 async def _held_back(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Return what continuing a broken answer rests on: how text and tokens go together, with a stop string and without."""
     return {
-        "kept back without a stop string": await _told(client, path, body),
-        "kept back with one": await _told(client, path, {**body, "stop": NEVER}),
+        "kept back without a stop string": await _told(client, path, {**body, **SENTENCE}),
+        "kept back with one": await _told(client, path, {**body, **SENTENCE, "stop": NEVER}),
         "kept back where it belongs to the answer": await _told(
-            client, path, {**body, "stop": NEVER, "include_stop_str_in_output": True}
+            client, path, {**body, **SENTENCE, "stop": NEVER, "include_stop_str_in_output": True}
         ),
         "stopped": await _stopped(client, path, {**body, **STOPS, "stream": False, "stream_options": None}),
     }
@@ -260,18 +269,21 @@ def test_the_speed_of_an_engine_elsewhere_is_measured_while_it_is_idle(up: Up, e
 
 
 @pytest.mark.parametrize("tier", ["fast", "balanced", "precise"])
-def test_token_ids_of_several_prompts(up: Up, tier: str, engine_keys: dict[str, str]) -> None:
-    """Each text is continued by exactly as many token ids as asked for; the fake does alike."""
+def test_log_probabilities_of_given_and_of_generated_tokens(up: Up, tier: str, engine_keys: dict[str, str]) -> None:
+    """A score for each token but the first, and exactly as many generated ones as asked for; the fake does alike."""
 
-    async def asked(url: str, key: str) -> tuple[tuple[int, ...], ...]:
+    async def scored(url: str, key: str, count: int) -> tuple[int, int, int]:
         async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
             probe = EngineProbe(client, url, key)
             model = (await probe.model()).name
-            return await probe.greedy_tokens(model, ("One", "Two, three"), 5, 60)
+            token_ids = await probe.text_tokens(model, "One, two, three")
+            given = await probe.prompt_logprobs(model, token_ids, 60)
+            generated, logprobs = await probe.continuation(model, token_ids, count, 60)
+            assert all(logprob <= 0 for logprob in (*given, *logprobs))
+            return len(given) - len(token_ids), len(generated), len(logprobs)
 
-    async def both() -> list[tuple[tuple[int, ...], ...]]:
+    async def both() -> list[tuple[int, int, int]]:
         async with serving(FakeEngine().app) as fake:
-            return [await asked(fake, ""), await asked(up.replica(tier)["url"], engine_keys[tier])]
+            return [await scored(fake, "", 5), await scored(up.replica(tier)["url"], engine_keys[tier], 5)]
 
-    for found in asyncio.run(both()):
-        assert [len(ids) for ids in found] == [5, 5]
+    assert asyncio.run(both()) == [(-1, 5, 5)] * 2

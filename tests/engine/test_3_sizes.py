@@ -8,6 +8,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import httpx
+import pytest
 
 from router.deployment.layout import prepare_options
 from router.settings import load_settings
@@ -29,10 +30,12 @@ def cache_of(up: Up, tier: TierName) -> dict[str, str]:
     return dict(re.findall(r'(\w+)="([^"]*)"', found[1]))
 
 
+@pytest.mark.usefixtures("model_store")
 def test_running_engines_have_the_planned_kv_cache(up: Up) -> None:
     """Each has as many whole blocks of tokens as its memory holds by the plan; the command says the same."""
     checkpoints = finished(prepare_options(settings := load_settings(None)))
-    planned = json.loads(subprocess.run([QARR, "plan", "--json"], capture_output=True, text=True, check=True).stdout)
+    done = subprocess.run([QARR, "plan", "--json"], capture_output=True, text=True, check=True, timeout=120)
+    planned = json.loads(done.stdout)
     assert [tier["tier"] for tier in planned["engines"]] == [made.tier for made in checkpoints] == list(STANDARD_TIERS)
     for made, tier in zip(checkpoints, planned["engines"], strict=True):
         each, own = kv_bytes_per_token(find_config(str(made.path))), settings.tiers.of(made.tier)

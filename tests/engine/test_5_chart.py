@@ -17,6 +17,8 @@ import httpx
 from router.settings import load_settings
 from tests.deploy.charts import NAMESPACE, Mapped, release
 from tests.deploy.services import ROOT
+from tests.engine.conftest import CAPITAL
+from tests.engine.scoring import Scorer
 from tests.ports import reserved_ports
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 BIN = Path(sys.executable).parent
 PYTHON = load_settings().engine.python
+ENGINE_KEY = "an-engine-key"
 STARTS_S = 300
 QUICK = {"router": {"discoverySeconds": 1, "preStopSeconds": 1}, "engines": {"cpuThreads": 1, "drainSeconds": 60}}
 STORY = {"prompt": "Tell me a long story about a lighthouse.", "max_tokens": 100, "min_tokens": 100}
@@ -38,7 +41,7 @@ def running(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> I
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.wait(60)
 
 
 def until_ok(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -54,7 +57,7 @@ def until_ok(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
         time.sleep(0.2)
 
 
-def test_an_engine_of_the_chart_serves_and_leaves(tmp_path: Path) -> None:
+def test_an_engine_of_the_chart_serves_and_leaves(tmp_path: Path, model_store: Path) -> None:
     """Checkpoints are named, engine and router start, it answers; told to end it finishes its answer and exits with 0."""
     engine_port, router_port = reserved_ports(2)
     made = release("laptop", QUICK)
@@ -65,9 +68,9 @@ def test_an_engine_of_the_chart_serves_and_leaves(tmp_path: Path) -> None:
         ("--port=8000", f"--port={engine_port}"),
         ("port = 8080", f"port = {router_port}"),
         ("/opt/engine/engine_main.py", str(ROOT / "tiers/lifecycle/engine_main.py")),
-        ("/models/store", str(load_settings().model.store)),
+        ("/models/store", str(model_store)),
     )
-    mapped = Mapped(tmp_path, changes, {"api-key": "an-engine-key"})
+    mapped = Mapped(tmp_path, changes, {"api-key": ENGINE_KEY})
     mapped.mount(engine_pod)
     mapped.mount(router_pod, made.settings)
     prepare(mapped, engine_pod["initContainers"][0])
@@ -88,11 +91,11 @@ def test_an_engine_of_the_chart_serves_and_leaves(tmp_path: Path) -> None:
         until_ok(f"http://127.0.0.1:{engine_port}/health", engine_process, engine_log)
         until_ok(f"{url}/readyz", router_process, router_log)
         answer = httpx.post(f"{url}/generate", json={**QUESTION, "stream": False}, timeout=120, trust_env=False)
-        assert "Paris" in answer.json()["text"]
+        Scorer.of(f"http://127.0.0.1:{engine_port}", ENGINE_KEY).check_answer(CAPITAL, answer.json()["text"])
         leaves(engine, engine_process, engine_port)
 
 
-QUESTION: dict[str, Any] = {"prompt": "What is the capital of France?", "max_tokens": 16, "temperature": 0}
+QUESTION: dict[str, Any] = {"prompt": CAPITAL, "max_tokens": 16, "temperature": 0}
 
 
 def prepare(mapped: Mapped, container: dict[str, Any]) -> None:
@@ -108,7 +111,7 @@ def leaves(engine: dict[str, Any], process: subprocess.Popen[bytes], port: int) 
     """Check that the engine serves during its preStop command, and that an answer that is open at SIGTERM is finished."""
     subprocess.run(engine["lifecycle"]["preStop"]["exec"]["command"], check=True, timeout=60)
     body = {"model": "smollm2-135m-instruct", "stream": True, **STORY}
-    headers = {"authorization": "Bearer an-engine-key"}
+    headers = {"authorization": f"Bearer {ENGINE_KEY}"}
     asked = {"json": body, "headers": headers, "timeout": 120}
     with (
         httpx.Client(trust_env=False) as client,

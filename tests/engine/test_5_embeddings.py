@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.anyio
+@pytest.mark.usefixtures("model_store")
 async def test_embeddings_come_from_the_engine_named_for_them(tmp_path: Path) -> None:
     """A vLLM that serves embeddings, started by hand, answers through a router that is told of it."""
     (port,) = reserved_ports()
@@ -40,4 +41,6 @@ async def test_embeddings_come_from_the_engine_named_for_them(tmp_path: Path) ->
             ]
     direct, routed = ([item["embedding"] for item in a.raise_for_status().json()["data"]] for a in answers)
     assert len(routed) == 2
-    assert routed == direct
+    # Which inputs an engine computes together is chance, and with it the rounding.
+    assert routed == [pytest.approx(embedding, rel=0.02, abs=0.002) for embedding in direct]
+    assert routed[0] != pytest.approx(routed[1], rel=0.02, abs=0.002)

@@ -1,4 +1,4 @@
-"""The kernels for CPUs without AMX, in the engine's own environment."""
+"""The engine plugin's kernels in the engine's own environment: what they compute, and where vLLM takes them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
+from tiers.plan import cpu_flags
 
 ENGINE_PYTHON = Path(__file__).resolve().parents[2] / ".venv-engine/bin/python"
 INT4 = """
@@ -85,8 +87,10 @@ for inputs, outputs in ((576, 960), (576, 576), (576, 3072), (1536, 576)):  # th
     for rows in (1, 8, 64, 512):
         x, bias = torch.randn(rows, inputs).bfloat16(), torch.randn(outputs).bfloat16()
         x[0, 0] = 40.0  # an outlier, as real activations have
-        q, s = theirs.quant_fp8(x, None, None)
-        want = (q[:rows].double() * s[:rows].double()) @ (codes.double() * scale.double()).T + bias.double()
+        # By hand: in its build for AVX2, vLLM's own rounding of activations gives other numbers.
+        s = x.float().abs().amax(dim=-1, keepdim=True) / 448
+        q = (x.float() * s.reciprocal()).to(torch.float8_e4m3fn)
+        want = (q.double() * s.double()) @ (codes.double() * scale.double()).T + bias.double()
         found = {}
         for name, kernel, on in (("ours", ours, one), ("theirs", theirs, other)):
             got = kernel.apply_weights(on, x, bias)
@@ -115,6 +119,38 @@ few = values[: plugin.FEW_VALUES].clone()
 assert torch.equal(rounding(few), want[: plugin.FEW_VALUES])
 print(f"rows={values.numel()}: {(want != 0).sum().item()} of them not 0")
 """
+# As one of vLLM's processes on a processor: vLLM asks torch what it has, then loads plugins, then selects kernels.
+SELECTION = """
+import sys
+import torch
+
+torch.cpu._is_avx512_supported = lambda: "avx512" in sys.argv
+torch.cpu._is_amx_tile_supported = lambda: "amx" in sys.argv
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.kernels.linear import MPLinearLayerConfig, choose_mp_linear_kernel, init_fp8_linear_kernel
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8DynamicTokenSym, kFp8StaticChannelSym, kFp8StaticTensorSym,
+)
+from vllm.plugins import load_general_plugins
+from vllm.scalar_type import scalar_types
+
+load_general_plugins()
+shape = (576, 960)
+config = MPLinearLayerConfig(
+    full_weight_shape=shape, partition_weight_shape=shape, weight_type=scalar_types.uint4, act_type=torch.bfloat16,
+    group_size=64, zero_points=True,
+)
+print("4 bits:", choose_mp_linear_kernel(config).__name__)
+for name, activations, weights in (
+    ("FP8 by channel:", kFp8DynamicTokenSym, kFp8StaticChannelSym), ("FP8 by tensor:", kFp8StaticTensorSym, kFp8StaticTensorSym)
+):
+    with set_current_vllm_config(VllmConfig()):
+        kernel = init_fp8_linear_kernel(
+            activation_quant_key=activations, weight_quant_key=weights, weight_shape=shape[::-1],
+            input_dtype=torch.bfloat16, out_dtype=torch.bfloat16,
+        )
+    print(name, type(kernel).__name__)
+"""
 
 
 @pytest.mark.parametrize("script", [INT4, FP8, ROUNDING], ids=["int4", "fp8", "rounding"])
@@ -126,3 +162,48 @@ def test_kernel_computes_what_the_quantized_weights_say(script: str) -> None:
     done = subprocess.run([ENGINE_PYTHON, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "rows=" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "int4", "fp8_by_tensor", "log_line"),
+    [
+        (
+            (),
+            "AtenInt4LinearKernel",
+            "PerTensorTorchFP8ScaledMMLinearKernel",
+            "4-bit layers by QARR's kernel (this build of vLLM has none)",
+        ),
+        (
+            ("avx512",),
+            "AtenInt4LinearKernel",
+            "PerTensorTorchFP8ScaledMMLinearKernel",
+            "4-bit layers by QARR's kernel (this CPU has no AMX)",
+        ),
+        (
+            ("avx512", "amx"),
+            "CPUWNA16LinearKernel",
+            "CPUFp8PerTensorScaledMMLinearKernel",
+            "4-bit layers by vLLM's kernel (this CPU has AMX)",
+        ),
+    ],
+    ids=["avx2", "avx512", "amx"],
+)
+def test_vllm_takes_the_kernels_that_are_faster(
+    flags: tuple[str, ...], int4: str, fp8_by_tensor: str, log_line: str
+) -> None:
+    """FP8 by channel is QARR's on every processor, 4 bits where there is no AMX; the log says which and why.
+
+    What torch says of the processor is made up; the machine needs AVX-512 to load vLLM's build for it.
+    """
+    if "avx512" in flags and "avx512f" not in cpu_flags():
+        pytest.skip("this processor has no AVX-512")
+    argv = [ENGINE_PYTHON, "-c", SELECTION, *flags]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    selected = dict(line.split(": ") for line in done.stdout.splitlines() if line.startswith(("4 bits", "FP8 by")))
+    assert selected == {
+        "4 bits": int4,
+        "FP8 by channel": "EmulatedFP8LinearKernel",
+        "FP8 by tensor": fp8_by_tensor,
+    }
+    assert (done.stdout + done.stderr).count(log_line) == 1

@@ -37,7 +37,7 @@ def options(tmp_path: Path) -> PrepareOptions:
     """Make a model of random weights, and say how to quantize it in seconds."""
     python = load_settings(None, {}).quantizer.python
     base = tmp_path / "base"
-    subprocess.run([python, "-c", MAKE_MODEL, base], check=True, capture_output=True)
+    subprocess.run([python, "-c", MAKE_MODEL, base], check=True, capture_output=True, timeout=600)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ import pytest
 from tests.engine.collector import Collector
 from tests.engine.conftest import QARR, started
 from tests.ports import reserved_ports
+from tests.waiting import call_within
 from tiers.cluster.job import KEY_VARIABLE, Job, PlacementState, WantedReplica, read_status
 from tiers.cluster.runner import PLACEMENT_MAIN
 
@@ -49,13 +50,14 @@ class Nodes:
         assert self.process.stdout is not None
         self.process.stdin.write(f"{command}\n")
         self.process.stdin.flush()
-        assert self.process.stdout.readline().split() == command.split()[:2]
+        done = call_within(self.process.stdout.readline, f"the cluster to {command}", within_s=300)
+        assert done.split() == command.split()[:2]
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
     """Start a cluster whose head holds no engine, and two nodes for two engines each."""
-    subprocess.run([ROOT / "scripts/setup", "ray"], check=True)
+    subprocess.run([ROOT / "scripts/setup", "ray"], check=True, timeout=1500)
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: Ray's sockets are below it
     own = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     env = {**os.environ, "RAY_TMPDIR": folder, **own}
@@ -65,7 +67,8 @@ def nodes() -> Iterator[Nodes]:
     )  # fmt: skip
     try:
         assert process.stdout is not None
-        cluster = Nodes(process, process.stdout.readline().strip(), own)
+        address = call_within(process.stdout.readline, "the cluster's address", within_s=300).strip()
+        cluster = Nodes(process, address, own)
         cluster.do("add one 2")
         cluster.do("add two 2")
         yield cluster
@@ -101,21 +104,25 @@ def on_ray(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[U
 class Stream:
     """A streamed answer while it is read."""
 
-    texts: int = 0
+    pieces: int = 0
     last: str = ""
-    end: dict[str, Any] = field(default_factory=dict)
+    finish_reason: str | None = None
 
     def read(self, url: str) -> None:
-        body = {"prompt": "Tell me a long story about the sea.", "max_tokens": TOKENS, "temperature": 0}
-        event = "text"
-        with httpx.stream("POST", f"{url}/generate", json=body, timeout=300, trust_env=False) as answer:
+        messages = [{"role": "user", "content": "Tell me a long story about the sea."}]
+        body = {"messages": messages, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=300, trust_env=False) as answer:
             for line in answer.iter_lines():
-                if line.startswith("event: "):
-                    event = line.removeprefix("event: ")
-                elif line.startswith("data: "):
-                    self.texts, self.last, self.end = self.texts + 1, event, json.loads(line.removeprefix("data: "))
+                if not line.startswith("data: "):
+                    continue
+                self.last = line.removeprefix("data: ")
+                if self.last != "[DONE]":
+                    choice = json.loads(self.last)["choices"][0]
+                    self.pieces += bool(choice["delta"].get("content"))
+                    self.finish_reason = choice["finish_reason"]
 
 
+@pytest.mark.usefixtures("model_store")
 def test_a_cluster_that_is_not_there_is_named() -> None:
     """The command ends at once, with what to do; Ray alone would wait for minutes."""
     (port,) = reserved_ports()
@@ -162,15 +169,14 @@ def test_streams_outlive_a_node_and_its_replica_comes_back(nodes: Nodes, on_ray:
     reading = [threading.Thread(target=each.read, args=(on_ray.url,)) for each in streams]
     for thread in reading:
         thread.start()
-    _until(lambda: all(each.texts for each in streams))
+    _until(lambda: all(each.pieces for each in streams))
     assert all(each["in_flight"] for each in on_ray.tiers()["precise"]["replicas"])
-    assert not any(each.end.get("finish_reason") for each in streams)
+    assert not any(each.finish_reason for each in streams)
     engines = {url: _all_processes_of(url) for url in before}
     nodes.do("kill one")
     for thread in reading:
         thread.join(300)
-    assert [each.last for each in streams] == ["done"] * STREAMS
-    assert {each.end["finish_reason"] for each in streams} <= {"stop", "length"}
+    assert [(each.finish_reason, each.last) for each in streams] == [("length", "[DONE]")] * STREAMS
     _until(lambda: len(_ready(on_ray)) == 2 and _ready(on_ray) != before, 600)
     (lost,) = before - _ready(on_ray)
     _until(lambda: not _running(engines[lost]))

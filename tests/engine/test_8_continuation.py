@@ -9,19 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from starlette.applications import Starlette
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
+from tests.engine.between import Between, Exchange
 from tests.engine.in_process import real_router
+from tests.engine.scoring import NEAR_TIE, Scorer
 from tests.fakes.engine import serving
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from pathlib import Path
-
-    from starlette.requests import Request
-    from starlette.types import ASGIApp
 
     from tests.engine.conftest import Up
 
@@ -33,93 +28,91 @@ PROMPTS = (
 )
 CUTS = (2, 5, 14)  # events; the first has no token
 TOKENS = 24
+HALF_CHARACTER = "\ufffd"
 
 
 @dataclass(slots=True)
-class Cutter:
-    """Stands before an engine, and breaks its streams off after so many events.
+class Answer:
+    """An answer that was broken off.
 
     Attributes:
-        passed: The text that it let through of the last stream.
+        broken: What the first engine was asked, and what it answered until the break.
+        continued: The same of the second engine; None: it was not asked.
+        text: What the client got.
+        last: The last event that the client got.
     """
 
-    url: str
-    key: str
-    events: int | None = None
-    passed: str = ""
+    broken: Exchange
+    continued: Exchange | None
+    text: str
+    last: dict[str, Any]
 
     @property
-    def app(self) -> ASGIApp:
-        return Starlette(routes=[Route("/{path:path}", self._pass, methods=["POST"])])
-
-    async def _pass(self, request: Request) -> Response:
-        client = httpx.AsyncClient(trust_env=False, timeout=120)
-        headers = {"authorization": f"Bearer {self.key}", "content-type": "application/json"}
-        sent = client.build_request("POST", self.url + request.url.path, content=await request.body(), headers=headers)
-        answer = await client.send(sent, stream=True)
-        return StreamingResponse(self._cut(answer, client), answer.status_code, media_type="text/event-stream")
-
-    async def _cut(self, answer: httpx.Response, client: httpx.AsyncClient) -> AsyncIterator[bytes]:
-        self.passed = ""
-        try:
-            seen = 0
-            async for line in answer.aiter_lines():
-                if line:
-                    yield line.encode() + b"\n\n"
-                    seen += 1
-                    choices = json.loads(line[6:])["choices"] if line.startswith("data: {") else ()
-                    self.passed += "".join(choice["delta"].get("content") or "" for choice in choices)
-                    if seen == self.events:
-                        raise ConnectionResetError
-        finally:
-            await answer.aclose()
-            await client.aclose()
+    def began_anew(self) -> bool:
+        """Tell whether the second engine answered alone: no text had come, or the break took it away."""
+        return self.continued is not None and "messages" in self.continued.body
 
 
 @pytest.mark.parametrize("other", ["precise", "fast"], ids=["same precision", "another precision"])
 def test_nothing_is_lost_and_nothing_repeated(up: Up, engine_keys: dict[str, str], tmp_path: Path, other: str) -> None:
-    """Cut at many places: the text before stays, the text after follows; on the same precision, it is the same answer.
+    """Cut at many places: the second engine continues the first one's tokens, and the client gets the text of both.
 
-    A token that was computed as part of a prompt is rounded differently from one that was decoded, so now and then a greedy
-    answer takes another turn after the cut, as it does with another batch: the engines have other requests now and then.
-    It is seldom in BF16, with one kernel for any number of rows, so that is the precision that is held to.
+    Each engine says what it finds likeliest after the tokens before, so a token that is lost or repeated would show. On the
+    same precision the whole is thus an answer of that precision, up to near-ties: a token that was computed as part of a
+    prompt is rounded differently from one that was decoded.
     """
-    found = asyncio.run(_compare(up, engine_keys, tmp_path, other))
-    assert len(found) == len(PROMPTS) * len(CUTS)
-    for undisturbed, cut, whole, last in found:
-        assert "\ufffd" not in whole
-        assert last["usage"]["completion_tokens"] <= TOKENS
-        # No text had come, as where the first token is only half of a character, or the break took the text with it.
-        anew = (last["tier"], last["continued_on"]) == ("balanced", [])
-        assert anew or whole.startswith(cut), (whole, cut)
-        if cut and not anew:
-            assert last["continued_on"] == ["balanced"] or cut in {whole, undisturbed}, last  # all of it had come
-        elif not anew:
-            assert (last["tier"], last["continued_on"]) == ("fast", ["balanced"]), last
-    assert sum(undisturbed.startswith(cut) for undisturbed, cut, _, _ in found) >= len(found) * 2 // 3
-    if other == "precise":
-        assert sum(whole == undisturbed for undisturbed, _, whole, _ in found) >= len(found) * 2 // 3
+    answers = asyncio.run(_break_off(up, engine_keys, tmp_path, other))
+    first = up.scorer("precise")
+    second = up.scorer(other)
+    assert len(answers) == len(PROMPTS) * len(CUTS)
+    for answer in answers:
+        assert HALF_CHARACTER not in answer.text
+        assert answer.last["usage"]["completion_tokens"] <= TOKENS
+        assert max(first.regrets(answer.broken.prompt_ids, answer.broken.token_ids), default=0) <= NEAR_TIE
+        if answer.began_anew:
+            assert (answer.last["tier"], answer.last["continued_on"]) == ("balanced", [])
+            continue
+        assert answer.text.startswith(answer.broken.text)
+        if answer.continued is None:
+            assert answer.text == answer.broken.text, "all of it had come"
+        else:
+            assert (answer.last["tier"], answer.last["continued_on"]) == ("fast", ["balanced"])
+            _check_seam(answer.broken, answer.continued, answer.text, second)
+    assert sum(answer.continued is not None and not answer.began_anew for answer in answers) >= len(PROMPTS)
 
 
-async def _compare(
-    up: Up, keys: dict[str, str], folder: Path, other: str
-) -> list[tuple[str, str, str, dict[str, Any]]]:
-    """Return the undisturbed text, what had come before the cut, the continued text and its last event."""
-    engine = up.replica("precise")["url"]  # behind the replica that is called fast
-    cutter = Cutter(engine, keys["precise"])
-    found = []
-    async with real_router(up, keys, folder, {}) as (url, fleet), serving(cutter.app) as proxy:
+def _check_seam(broken: Exchange, continued: Exchange, text: str, scorer: Scorer) -> None:
+    """Check that the second engine went on exactly after tokens of the first one, and that the client got all the text."""
+    prompt = continued.body["prompt"]
+    kept = len(prompt) - len(broken.prompt_ids)
+    before = broken.token_ids[:kept]
+    assert prompt == [*broken.prompt_ids, *before]
+    assert max(scorer.regrets(prompt, continued.token_ids), default=0) <= NEAR_TIE
+    assert text == scorer.text_of([*before, *continued.token_ids]).rstrip(HALF_CHARACTER)
+
+
+async def _break_off(up: Up, keys: dict[str, str], folder: Path, other: str) -> list[Answer]:
+    """Ask each question once for each cut, of a router whose tier ``fast`` breaks off and whose ``balanced`` continues."""
+    breaking = Between(up.replica("precise")["url"], keys["precise"])
+    continuing = Between(up.replica(other)["url"], keys[other])
+    answers = []
+    async with (
+        real_router(up, keys, folder, {}) as (url, fleet),
+        serving(breaking.app) as first_url,
+        serving(continuing.app) as second_url,
+    ):
         first, second, _ = fleet.replicas
-        first.url = proxy
-        second.url, second.api_key = up.replica(other)["url"], keys[other]
+        first.url, second.url = first_url, second_url
         for prompt in PROMPTS:
-            cutter.events = None
-            undisturbed, _ = await _stream(url, prompt)
-            for cutter.events in CUTS:
+            for breaking.events in CUTS:
                 first.breaker.reset()  # it fails every time, and would be spared
-                whole, last = await _stream(url, prompt)
-                found.append((undisturbed, cutter.passed, whole, last))
-    return found
+                breaking.exchanges.clear()
+                continuing.exchanges.clear()
+                text, last = await _stream(url, prompt)
+                broken = next(each for each in breaking.exchanges if each.body.get("stream"))
+                continued = next((each for each in continuing.exchanges if each.body.get("stream")), None)
+                answers.append(Answer(broken=broken, continued=continued, text=text, last=last))
+    return answers
 
 
 async def _stream(url: str, prompt: str) -> tuple[str, dict[str, Any]]:

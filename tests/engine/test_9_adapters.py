@@ -141,7 +141,8 @@ def test_its_loss_is_measured_and_decides(lora: Up, folders: dict[str, Path], tm
 
 def _qarr(running: Up, *argv: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "QARR_POLICY__PROFILES": str(running.profiles)}
-    return subprocess.run([QARR, *argv, "--url", running.url], env=env, capture_output=True, text=True, check=False)
+    command = [QARR, *argv, "--url", running.url]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=900)
 
 
 def _alike(one: set[str], other: set[str]) -> bool:

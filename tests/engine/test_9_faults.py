@@ -9,18 +9,21 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING
 
 import httpx
 import psutil
 
-from router.deployment.settings import EngineSettings
-from tests.engine.conftest import HANG_S, QARR
-from tiers.lifecycle.canary import agreement, read_golden
-from tiers.spec import STANDARD_TIERS, TierName
+from tests.engine.conftest import CAPITAL, HANG_S, QARR
+from tiers.lifecycle.canary import read_canary
+from tiers.spec import TierName
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Up
+
+TEXT = "The capital of France is Paris. It lies on the Seine, in the north of the country, and has two million inhabitants."
+SAME_ENGINE = 0.05  # nats a token: two engines of one checkpoint differ by less, two precisions by more
 
 
 def test_a_killed_engine_and_a_hung_one_come_back(up: Up) -> None:
@@ -85,13 +88,10 @@ def _shown_everywhere(up: Up, answer: httpx.Response) -> None:
 def test_an_engine_is_recycled_under_load(up: Up) -> None:
     """``qarr tiers recycle`` replaces an engine by one that answers alike; requests for its tier alone are all served.
 
-    Another precision answers so differently from what is recorded that it would be refused.
+    The new engine finds a text as likely as the old one did; another precision does not.
     """
-    path = up.profiles / "canary.json"
-    records = {r.tier: r for r in read_golden(path)}
-    assert set(records) == set(STANDARD_TIERS)
-    least = EngineSettings().canary_min_agreement
-    assert agreement(records[TierName.FAST].tokens, records[TierName.PRECISE].tokens) < least
+    before = _likelihoods(up, "fast")
+    of_another_precision = _likelihoods(up, "precise")
     statuses: list[int] = []
     done = threading.Event()
 
@@ -113,8 +113,18 @@ def test_an_engine_is_recycled_under_load(up: Up) -> None:
     assert set(statuses) == {200}
     (serving,) = up.tiers()["fast"]["replicas"]
     assert serving["id"] != "fast-0"
-    again = next(r for r in read_golden(path) if r.tier is TierName.FAST)
-    assert agreement(records[TierName.FAST].tokens, again.tokens) >= 0.9
+    (record,) = read_canary(up.profiles / "canary.json").records
+    assert (record.tier, record.is_accepted) == (TierName.FAST, True)
+    differences = [abs(new - old) for new, old in zip(_likelihoods(up, "fast"), before, strict=True)]
+    others = [abs(other - old) for other, old in zip(of_another_precision, before, strict=True)]
+    assert mean(differences) < SAME_ENGINE
+    assert mean(others) > SAME_ENGINE
+
+
+def _likelihoods(up: Up, tier: str) -> list[float]:
+    """Return the log-probability of each token of a text, as a tier's engine finds it."""
+    scorer = up.scorer(tier)
+    return scorer.log_probabilities(scorer.prompt_ids(CAPITAL), scorer.text_ids(TEXT))
 
 
 def test_drain_and_resume(up: Up) -> None:
@@ -131,13 +141,15 @@ def test_settings_reload_while_engines_go_on(up: Up) -> None:
 
     def tokens() -> int:
         """Return how many tokens an answer has that may be as long as the settings allow."""
-        body = {"prompt": "Count from 1 to 200.", "temperature": 0, "stream": False, "tier": "fast"}
+        body = {"prompt": "Tell me a long story about a lighthouse.", "temperature": 0, "stream": False, "tier": "fast"}
         answer = httpx.post(f"{up.url}/generate", json=body, timeout=300, trust_env=False).raise_for_status()
         found: int = answer.json()["usage"]["completion_tokens"]
         return found
 
     def reload() -> subprocess.CompletedProcess[str]:
-        return subprocess.run([QARR, "reload", "--url", up.url], capture_output=True, text=True, check=False)
+        return subprocess.run(
+            [QARR, "reload", "--url", up.url], capture_output=True, text=True, check=False, timeout=60
+        )
 
     pids = {name: tier["replicas"][0]["pid"] for name, tier in up.tiers().items()}
     up.settings.write_text("[limits]\ndefault_max_tokens = 5\n")
@@ -161,7 +173,7 @@ def test_killed_supervisor_leaves_no_engine(up: Up) -> None:
     logs = {Path(p.cwd()) for p in everything if p.is_running()}
     assert logs
     up.process.kill()
-    up.process.wait()
+    up.process.wait(60)
     _until(lambda: not [p for p in everything if p.is_running() and p.status() != psutil.STATUS_ZOMBIE])
 
 

@@ -53,6 +53,9 @@ class Behaviour:
         answer: Pieces of every answer, one a token; bytes may begin or end within a character.
         special: Pieces, by number, that are special tokens: answers leave them out, /detokenize shows them.
         group: Pieces that come in one event.
+        thinks: Whether its model shows its reasoning; vLLM refuses a bound on that of others.
+        held_from: Piece from which on nothing is sent before the last one, as a parser holds a tool call back; None: none.
+        counts: Whether /metrics has a count of generated tokens.
         late: Characters of a chat's text that come only with the next piece, as a parser in the engine may hold them.
         reasoning: Of how many pieces a chat's answer says that they are the model's reasoning.
         delay_s: Before the first piece, and between pieces.
@@ -68,7 +71,7 @@ class Behaviour:
         nonsense_with: Send what is no chunk in the same bytes as that many pieces' last one, and go on.
         nonsense: What every generation answers with instead, and 200.
         start_errors: What the next starts of a process say before they end, one each.
-        tells_ids: Whether generations tell their tokens to those who ask.
+        tells_ids: Whether generations tell their tokens, and those of a prompt, to those who ask.
         told: What /detokenize answers with instead; None: the text.
         detokenizes: Whether /detokenize answers at all, rather than with 500.
         pings: Send a comment in the same bytes as each piece, before it.
@@ -77,7 +80,7 @@ class Behaviour:
         priorities: Whether requests may have a priority; vLLM without priority scheduling refuses those that do.
         rank: Of each token that the fake is asked to score: 1 agrees, above it does not.
         vocabulary: Changes every token id: another tokenizer.
-        first_id: Of the answer's token ids: other weights.
+        first_id: Of the answer's token ids, which changes log-probabilities too: other weights.
         exit_after_s: End the process, with status 7, so long after its start; None: stay.
         root: Folder or id of the model that it says it was started with; None: the served name.
         prompt_tokens: That it says every prompt has.
@@ -97,6 +100,9 @@ class Behaviour:
     answer: tuple[str | bytes, ...] = ANSWER
     special: tuple[int, ...] = ()
     group: int = 1
+    thinks: bool = False
+    held_from: int | None = None
+    counts: bool = True
     late: int = 0
     reasoning: int = 0
     delay_s: float = 0.0
@@ -251,10 +257,11 @@ class FakeEngine(Surface):
 
     async def _metrics(self, _request: Request) -> Response:
         label = f'{{engine="0",model_name="{self._model}"}}'
+        generated = f"vllm:generation_tokens_total{label} {float(self.behaviour.tokens)}\n"
         return PlainTextResponse(
             f"vllm:num_requests_running{label} {float(self.behaviour.running)}\n"
             f"vllm:num_requests_waiting{label} 0.0\nvllm:kv_cache_usage_perc{label} {self.behaviour.kv_cache_usage}\n"
-            f"vllm:prompt_tokens_total{label} 0.0\nvllm:generation_tokens_total{label} {float(self.behaviour.tokens)}\n"
+            f"vllm:prompt_tokens_total{label} 0.0\n{generated if self.behaviour.counts else ''}"
             f"vllm:time_to_first_token_seconds_sum{label} 0.0\nvllm:time_to_first_token_seconds_count{label} 0.0\n"
             f"vllm:prefix_cache_queries_total{label} {float(self.behaviour.cache_queries)}\n"
             f"vllm:prefix_cache_hits_total{label} {float(self.behaviour.cache_hits)}\n"
@@ -337,7 +344,7 @@ class FakeEngine(Surface):
     async def _generate(self, request: Request) -> Response:
         try:
             body = await request.json()
-            streamed = _check(body)
+            streamed = _check(body, thinks=self.behaviour.thinks)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             return _refused(str(error))
         b = self.behaviour
@@ -391,7 +398,7 @@ class FakeEngine(Surface):
             part = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
             several = isinstance(body.get("prompt"), list) and isinstance(body["prompt"][0], str)
             numbers = range(len(body["prompt"]) if several else 1)
-            scores = self._scores(body, len(pieces))
+            scores = self._scores(body, len(pieces), chat=chat)
             choices = [{"index": n, **part, "finish_reason": reason, **scores} for n in numbers]
             rest: dict[str, Any] = {"usage": self._usage(len(pieces)), "system_fingerprint": FINGERPRINT}
             if body.get("return_token_ids"):
@@ -425,6 +432,7 @@ class FakeEngine(Surface):
         try:
             most = int(body.get(script.limit) or b.max_model_len)
             pieces = b.answer[:most]
+            held = ""
             for event in script.begin():
                 yield event
             for number, _ in enumerate(pieces):
@@ -433,7 +441,10 @@ class FakeEngine(Surface):
                     yield named_event(NAMED_ERROR)
                     return
                 b.tokens += 1
-                yield script.piece(self._bytes(number).decode())
+                held += self._bytes(number).decode()
+                if b.held_from is None or number < b.held_from or number + 1 == len(pieces):
+                    yield (b": ping\n\n" if b.pings else b"") + script.piece(held)
+                    held = ""
             if b.break_after == len(pieces):
                 raise ConnectionResetError
             text = "".join(self._bytes(number).decode() for number, _ in enumerate(pieces))
@@ -462,7 +473,9 @@ class FakeEngine(Surface):
                 yield event
                 sent += 1
 
-    async def _events(self, body: dict[str, Any], *, chat: bool) -> AsyncGenerator[bytes, None]:
+    async def _events(  # noqa: C901, PLR0915  a branch a fault
+        self, body: dict[str, Any], *, chat: bool
+    ) -> AsyncGenerator[bytes, None]:
         b, prompt = self.behaviour, _ids_of(body)
         b.running += 1
         computing = True
@@ -492,6 +505,11 @@ class FakeEngine(Surface):
                 if written.stopped is not None or (last_piece and written.held_back):
                     break
                 if len(ids) < b.group and not last_piece:
+                    continue
+                if chat and b.held_from is not None and number >= b.held_from and not last_piece:
+                    if wanted:  # as vLLM: without ids there is no event at all
+                        yield self._chunk({}, None, chat=chat, ids=ids)
+                    ids = []
                     continue
                 text = late + written.more(finished=False)
                 late = text[max(len(text) - b.late, 0) :] if chat and b.late else ""
@@ -534,17 +552,24 @@ class FakeEngine(Surface):
         details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
         return {"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output, **details}
 
-    def _scores(self, body: dict[str, Any], tokens: int) -> dict[str, Any]:
+    def _scores(self, body: dict[str, Any], tokens: int, *, chat: bool) -> dict[str, Any]:
         """Return what a choice holds for those who ask for ids, log-probabilities, or those of their prompt."""
         found: dict[str, Any] = {}
-        if (logprobs := self._logprobs(body, range(tokens))) is not None:
+        if chat and (logprobs := self._logprobs(body, range(tokens))) is not None:
             found["logprobs"] = logprobs
+        if not chat and body.get("logprobs") is not None:
+            found["logprobs"] = {"token_logprobs": [self._logprob] * tokens}
         if body.get("return_token_ids") and self.behaviour.tells_ids:
             found["token_ids"] = [self.behaviour.first_id + number for number in range(tokens)]
-        if body.get("prompt_logprobs"):
-            place = {"logprob": LOGPROB, "rank": self.behaviour.rank}
-            found["prompt_logprobs"] = [{str(token): place} for token in body["prompt"]]
+        if body.get("prompt_logprobs") is not None and self.behaviour.tells_ids:
+            place = {"logprob": self._logprob, "rank": self.behaviour.rank}
+            found["prompt_logprobs"] = [None, *({str(token): place} for token in body["prompt"][1:])]
         return found
+
+    @property
+    def _logprob(self) -> float:
+        """Return the log-probability of every token: other weights give other ones."""
+        return LOGPROB * (1 + self.behaviour.first_id)
 
     def _logprobs(self, body: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any] | None:
         """Return what a chat with log-probabilities is given for its places; None where it did not ask."""
@@ -572,7 +597,12 @@ def _measures_speed(body: dict[str, Any]) -> bool:
     return any(start in str(body.get("prompt")) for start in SPEED_PROMPTS)
 
 
-def _check(body: dict[str, Any]) -> bool:
+def _bounds_thinking(body: dict[str, Any]) -> bool:
+    thinking = body.get("thinking")
+    return bool(body.get("thinking_token_budget")) or (isinstance(thinking, dict) and thinking.get("type") == "enabled")
+
+
+def _check(body: dict[str, Any], *, thinks: bool) -> bool:
     """Refuse what vLLM would refuse, of the fields that the fake looks at; return whether a stream is asked for.
 
     Raises:
@@ -583,7 +613,9 @@ def _check(body: dict[str, Any]) -> bool:
         raise TypeError("stream_options is not an object")
     if any(int(body.get(name) or 16) < 1 for name in ("max_tokens", "max_output_tokens")):
         raise ValueError("max_tokens is below 1")
-    if body.get("prompt_logprobs") and not isinstance(body.get("prompt"), list):
+    if _bounds_thinking(body) and not thinks:
+        raise ValueError("thinking_token_budget is set but reasoning_config is not configured.")
+    if body.get("prompt_logprobs") is not None and not isinstance(body.get("prompt"), list):
         raise ValueError("prompt_logprobs of what is no list of tokens")
     return bool(streamed)
 
@@ -602,17 +634,19 @@ async def serving(*apps: ASGIApp, **options: Any) -> AsyncIterator[str]:
 @asynccontextmanager
 async def serving_all(*apps: ASGIApp, **options: Any) -> AsyncIterator[list[str]]:
     """Serve applications on loopback sockets, with uvicorn's options, started and stopped together; yield their base URLs."""
+    scheme = "https" if "ssl_certfile" in options else "http"
     options = {"port": 0, "log_config": None, "ws": "none", "timeout_graceful_shutdown": 1, **options}
     configs = [uvicorn.Config(app, **options) for app in apps]
     servers = [uvicorn.Server(config) for config in configs]
     tasks = [asyncio.create_task(server.serve()) for server in servers]
-    while not all(server.started for server in servers):
-        await asyncio.sleep(0.005)
-        for task in tasks:
-            if task.done():
-                task.result()
+    async with asyncio.timeout(60):
+        while not all(server.started for server in servers):
+            await asyncio.sleep(0.005)
+            for task in tasks:
+                if task.done():
+                    task.result()
     try:
-        yield [f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}" for server in servers]
+        yield [f"{scheme}://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}" for server in servers]
     finally:
         for server in servers:
             server.should_exit = True

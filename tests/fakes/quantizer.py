@@ -2,7 +2,7 @@
 
 ``FAKE_QUANTIZER`` names a folder. For each command it waits for a file of that name there, and does what the file says:
 a number: report so many layers as done, and wait for the file to change; ``done``: finish; ``fail``: fail as on a full disk.
-It leaves its process id and niceness in ``COMMAND.pid``, and its arguments in ``COMMAND.argv``.
+It leaves its process id and niceness in ``COMMAND.pid``, and its arguments in ``COMMAND.argv``. Fixed texts are scored at once.
 """
 
 from __future__ import annotations
@@ -30,10 +30,21 @@ def told(path: Path) -> str:
     return path.read_text().strip() if path.exists() else ""
 
 
+def reference(orders: Path, command: str) -> dict[str, object] | None:
+    """Return scores in which each token has the log-probability that ``COMMAND.logprob`` names; None where there is none."""
+    named = told(orders / f"{command}.logprob")
+    if not named:
+        return None
+    return {"texts": [{"name": "prose", "token_ids": [1, 2, 3], "logprobs": [float(named)] * 2}]}
+
+
 def main() -> int:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # as quantize.py does
     command, source, target = sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])
     orders = Path(os.environ["FAKE_QUANTIZER"])
+    if command == "score":
+        event("done", versions={"fake": "1"}, reference=reference(orders, "bf16"))
+        return 0
     (orders / f"{command}.pid").write_text(f"{os.getpid()} {os.getpriority(os.PRIO_PROCESS, 0)}")
     (orders / f"{command}.argv").write_text(" ".join(sys.argv[3:]))
     event("progress", message="loading the base model", done=0, total=0)
@@ -50,7 +61,8 @@ def main() -> int:
     (target / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     header = b"{}      "
     (target / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    event("done", versions={"fake": "1"}, group_size=64, calibration_samples=32, calibration_tokens=4096)
+    made = {"group_size": 64, "calibration_samples": 32, "calibration_tokens": 4096}
+    event("done", versions={"fake": "1"}, **made, reference=reference(orders, command))
     return 0
 
 

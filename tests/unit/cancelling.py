@@ -28,6 +28,7 @@ from router.upstream.transport import ConnectionState
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.router_stack import Stack, router_stack
 from tests.unit.sent_responder import SentResponder
+from tests.waiting import until, within
 from tiers.breaker import BreakerOptions
 from tiers.fleet import Lease
 from tiers.spec import STANDARD_TIERS, TierName
@@ -250,7 +251,7 @@ class CutRouter:
         async def receive() -> Message:
             if asked:
                 return asked.pop()
-            await cut.gone.wait()
+            await within(cut.gone.wait(), "the cut request to end")
             return {"type": "http.disconnect"}
 
         scope = {
@@ -350,9 +351,7 @@ async def cut_router(folder: Path, redis_url: str = "") -> AsyncIterator[CutRout
         }
         stack = await cleanup.enter_async_context(router_stack(folder, settings, tracing))
         generate = _endpoint(stack.app)
-        async with asyncio.timeout(60):
-            while any(r.state.speed is None for r in stack.fleet.replicas):
-                await asyncio.sleep(0.02)
+        await until(lambda: not any(r.state.speed is None for r in stack.fleet.replicas))
         engines: dict[TierName | str, Behaviour] = {**stack.engines, "embeddings": embeddings}
         router = CutRouter(stack, engines, spans, key, generate)
         loop = asyncio.get_running_loop()

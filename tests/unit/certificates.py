@@ -21,6 +21,11 @@ class Files:
     certificate: Path
     key: Path
 
+    @property
+    def served(self) -> dict[str, Path]:
+        """Return uvicorn's options that serve them."""
+        return {"ssl_certfile": self.certificate, "ssl_keyfile": self.key}
+
 
 class Authority:
     """Signs certificates; its own is in ``ca``."""

@@ -24,6 +24,7 @@ from tests.fakes import engine as fake_engine
 from tests.fakes import quantizer as fake_quantizer
 from tests.ports import reserved_range
 from tests.unit.own_router import QARR
+from tests.waiting import until
 
 MEMORY = 32 << 30  # bytes that are available to it
 CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 4, "dtype": "float32"}
@@ -67,12 +68,14 @@ class FirstUp:
         return answer.status_code, answer.json()
 
     async def until_states(self, **states: str) -> dict[str, Any]:
-        while True:
+        async def look() -> dict[str, Any] | None:
             _, body = await self.get("/readyz")
-            if body and all(body["tiers"][tier] == state for tier, state in states.items()):
-                return body
             assert self.process.poll() is None, self.said()
-            await asyncio.sleep(0.02)
+            in_these_states = body and all(body["tiers"][tier] == state for tier, state in states.items())
+            return body if in_these_states else None
+
+        body: dict[str, Any] = await until(look, f"/readyz to say {states}")
+        return body
 
     async def generate(self, **body: Any) -> httpx.Response:
         return await self.client.post(f"{self.url}/generate", json={"prompt": "hi", **body})
@@ -132,4 +135,4 @@ async def first_up(tmp_path: Path, **settings: str) -> AsyncIterator[FirstUp]:
     finally:
         if process.poll() is None:
             process.kill()
-            process.wait()
+            process.wait(60)

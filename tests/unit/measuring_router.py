@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,6 +23,7 @@ from router.telemetry.tracing import make_telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
 from tests.turned import turned
 from tests.unit.router_stack import no_faults_in_the_router
+from tests.waiting import until
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierSpec
@@ -51,10 +51,18 @@ class Measuring:
         return found
 
     async def comes_to(self, **wanted: Any) -> dict[str, Any]:
-        async with asyncio.timeout(60):
-            while (found := await self.profiling()) | wanted != found:
-                await asyncio.sleep(0.05)
-        return found
+        seen: dict[str, Any] = {}
+
+        async def has_come() -> bool:
+            seen.clear()
+            seen.update(await self.profiling())
+            return seen | wanted == seen
+
+        try:
+            await until(has_come, f"the measurement to come to {wanted}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}, with {seen}") from None
+        return seen
 
     @property
     def journal(self) -> list[Any]:

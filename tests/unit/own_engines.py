@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shlex
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ import psutil
 
 from tests.fakes import engine as fake
 from tests.ports import reserved_range
+from tests.waiting import until
 from tiers.fleet import Fleet
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
 from tiers.replica import Replica
@@ -69,7 +69,8 @@ async def own_engines(
     memory = psutil.virtual_memory()
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=32 << 30))
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(fake.__file__)} "$@"\n')
+    serve = f'exec {shlex.quote(sys.executable)} {shlex.quote(fake.__file__)} "$@"'
+    python.write_text(f"#!/bin/sh\necho 'INFO Selected FakeLinearKernel for FakeLayers'\n{serve}\n")
     python.chmod(0o755)
     file = tmp_path / "behaviour.json"
     file.write_text(json.dumps(behaviour or {}))
@@ -95,8 +96,3 @@ async def own_engines(
         yield own
     finally:
         await own.supervisor.stop()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0.02)

@@ -17,7 +17,8 @@ import httpx
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.ports import reserved_ports
-from tests.unit.own_engines import until
+from tests.unit.certificates import Files
+from tests.waiting import until
 from tiers.spec import STANDARD_TIERS
 
 QARR = str(Path(sys.executable).with_name("qarr"))
@@ -62,7 +63,7 @@ class OwnRouter:
     def kill(self) -> None:
         """Kill it, so that it can tell nobody."""
         self.process.kill()
-        self.process.wait()
+        self.process.wait(60)
 
     async def start(self) -> None:
         """Start it, again where it was killed, and wait until it is ready."""
@@ -70,10 +71,15 @@ class OwnRouter:
         urls = [part for pair in zip(names, self.engines, strict=True) for part in pair]
         with self.errors.open("ab") as errors:
             self.process = subprocess.Popen([QARR, "serve", *urls], stderr=errors, env=self.env)
-        while (await self.status()) != httpx.codes.OK:
-            assert self.process.poll() is None, self.errors.read_text()
-            await asyncio.sleep(0.05)
+        await self.until_ready()
         await until(lambda: "up: listening" in self.errors.read_text("utf-8"))
+
+    async def until_ready(self) -> None:
+        async def is_ready() -> bool:
+            assert self.process.poll() is None, self.errors.read_text()
+            return await self.status() == httpx.codes.OK
+
+        await until(is_ready, "/readyz to answer 200")
 
     async def stop(self) -> int:
         self.process.terminate()
@@ -88,7 +94,12 @@ class OwnRouter:
 
 @asynccontextmanager
 async def own_router(
-    tmp_path: Path, behaviours: Sequence[Behaviour] = (), *, ca: Path | ssl.SSLContext | None = None, **settings: str
+    tmp_path: Path,
+    behaviours: Sequence[Behaviour] = (),
+    *,
+    ca: Path | ssl.SSLContext | None = None,
+    shown_by_engines: Files | None = None,
+    **settings: str,
 ) -> AsyncIterator[OwnRouter]:
     """Run a router in front of one fake engine a tier.
 
@@ -96,12 +107,14 @@ async def own_router(
         tmp_path: For its files.
         behaviours: Of the fakes, fast first.
         ca: By which its certificate is trusted; None: it serves plain HTTP.
+        shown_by_engines: Certificate of the fakes; None: they serve plain HTTP.
         settings: Further variables, as in ``QARR_TELEMETRY__LOG_FORMAT="json"``.
     """
     async with AsyncExitStack() as cleanup:
         verify = ssl.create_default_context(cafile=ca) if isinstance(ca, Path) else ca or True
         fakes = list(behaviours) or [Behaviour() for _ in STANDARD_TIERS]
-        engines = await cleanup.enter_async_context(serving_all(*(FakeEngine(b).app for b in fakes)))
+        tls = {} if shown_by_engines is None else shown_by_engines.served
+        engines = await cleanup.enter_async_context(serving_all(*(FakeEngine(b).app for b in fakes), **tls))
         client = await cleanup.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False, verify=verify))
         (port,) = reserved_ports()
         env = {

@@ -14,6 +14,7 @@ import pytest
 from router.auth.api_keys import read_key_file
 from router.section import PROJECT
 from tests.unit.router_stack import router_stack
+from tests.waiting import until, within
 
 pytestmark = pytest.mark.anyio
 SECTION = (PROJECT / "docs/security.md").read_text("utf-8").partition("\n## Budgets")[2].partition("\n## ")[0]
@@ -26,7 +27,7 @@ async def run(commands: str, **env: str) -> str:
         "bash", "-ec", commands, env={**os.environ, "PATH": path, **env}, cwd=PROJECT,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    out, errors = await process.communicate()
+    out, errors = await within(process.communicate(), "the process to end", within_s=100)
     assert process.returncode == 0, errors.decode()
     return out.decode()
 
@@ -47,8 +48,12 @@ async def test_the_commands_do_what_they_say(tmp_path: Path, monkeypatch: pytest
         answer = await stack.client.post(f"{stack.url}/generate", json={"prompt": "hi"}, headers=headers)
         assert answer.status_code == 200
         address = stack.url.removeprefix("http://")
-        while not json.loads(await run("qarr keys usage --json"))["usage"]:
-            await asyncio.sleep(0.1)
+
+        async def usage() -> list[object]:
+            rows: list[object] = json.loads(await run("qarr keys usage --json"))["usage"]
+            return rows
+
+        await until(usage, "qarr keys usage to show the request", within_s=100)
         shown = await run(showing.replace("localhost:8080", address), KEY=keys[0])
     assert "engine_seconds_per_day" in shown
     assert re.search(r"^day,key,name,team,tier,requests,.*,highest_money$", shown, re.MULTILINE)

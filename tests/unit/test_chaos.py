@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from router.section import PROJECT
+from tests.waiting import within
 
 pytestmark = pytest.mark.anyio
 
@@ -17,7 +18,7 @@ async def shown_by(*command: str) -> str:
     process = await asyncio.create_subprocess_exec(
         sys.executable, *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, cwd=PROJECT
     )
-    output, _ = await process.communicate()
+    output, _ = await within(process.communicate(), "the process to end", within_s=250)
     assert process.returncode == 0, output.decode()
     return output.decode()
 

@@ -13,6 +13,9 @@ from router.cli.main import make_app
 from router.settings import Settings, load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
+GENERATED = [
+    "settings.md", "settings.schema.json", "cli.md", "planning.md", "../deploy/prometheus/consoles/runbooks.html",
+]  # fmt: skip
 DECISIONS = sorted((ROOT / "docs/decisions").glob("0*.md"))
 DOCUMENTS = sorted(
     [*ROOT.glob("*.md"), *(p for name in ("docs", "benchmarks", "deploy") for p in (ROOT / name).rglob("*.md"))]
@@ -29,11 +32,9 @@ def _generated() -> dict[str, str]:
     return rendered
 
 
-@pytest.mark.parametrize(
-    "name", ["settings.md", "settings.schema.json", "cli.md", "routing.md", "planning.md", "../README.md"]
-)
+@pytest.mark.parametrize("name", GENERATED)
 def test_generated_docs_are_current(name: str) -> None:
-    """docs/, and README's figures, are what scripts/docs.py writes now."""
+    """docs/ is what scripts/docs.py writes now."""
     assert (ROOT / "docs" / name).read_text("utf-8") == _generated()[name], "run .venv/bin/python scripts/docs.py"
 
 
@@ -130,13 +131,8 @@ def test_prose_is_narrow(document: Path) -> None:
     assert [line for line in _prose(document).splitlines() if len(line) > 120 and not line.startswith("|")] == []
 
 
-@pytest.mark.parametrize(("name", "words"), [("README.md", 700), ("ARCHITECTURE.md", 1200)])
-def test_the_first_documents_are_short(name: str, words: int) -> None:
-    assert len((ROOT / name).read_text("utf-8").split()) <= words
-
-
-def test_decisions_are_short_and_listed() -> None:
-    """Each record has its number, its three parts in under 200 words unless it is superseded, and a line in the index."""
+def test_decisions_have_their_form_and_are_listed() -> None:
+    """Each record has its number, its three parts unless it is superseded, and a line in the index."""
     index = (ROOT / "docs/decisions/README.md").read_text("utf-8")
     assert len(DECISIONS) > 20
     for record in DECISIONS:
@@ -144,5 +140,4 @@ def test_decisions_are_short_and_listed() -> None:
         parts = [] if "\nSuperseded: " in text else ["Context", "Decision", "Consequence"]
         assert re.findall(r"^\*\*(\w+)\.\*\* ", text, re.MULTILINE) == parts, record.name
         assert text.startswith(f"# {int(record.name[:4])}. ")
-        assert len(text.split()) < 200, record.name
         assert f"({record.name})" in index

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -37,6 +38,19 @@ def test_locks_have_versions_and_hashes_and_no_addresses(lock: Path) -> None:
         assert re.fullmatch(r"[\w.-]+(\[[\w,-]+\])?==\S+( ; [^@]+?)?(\s+--hash=sha256:[0-9a-f]{64})+ *", line), line
     names = {source.stem for source in (ROOT / "requirements").glob("*.in")}
     assert lock.stem in names
+
+
+def test_the_lock_of_portkey_has_versions_and_hashes_and_no_addresses() -> None:
+    """Every package from npm has one version and the hash of its file; nothing says where files come from."""
+    folder = ROOT / "requirements/portkey"
+    wanted = json.loads((folder / "package.json").read_text("utf-8"))["dependencies"]
+    locked = json.loads((folder / "package-lock.json").read_text("utf-8"))["packages"]
+    assert locked.pop("")["dependencies"] == wanted
+    assert locked["node_modules/@portkey-ai/gateway"]["version"] == wanted["@portkey-ai/gateway"]
+    for name, package in locked.items():
+        assert re.fullmatch(r"\d+\.\d+\.\d+\S*", package["version"]), name
+        assert package["integrity"].startswith("sha512-"), name
+        assert "resolved" not in package, name
 
 
 def test_pip_is_told_by_files_and_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +128,7 @@ def test_only_files_with_the_locked_hash_are_installed(tmp_path: Path, *, right:
 
 def _uv(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, ROOT / "scripts/uv.py", *arguments]
-    return subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(argv, env=env, capture_output=True, text=True, check=False, timeout=100)
 
 
 def _wheel(folder: Path) -> Path:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import shutil
+import signal
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,8 +18,10 @@ import pytest
 from router.line_file import LineWriter, PrivateFile, made_record
 from router.policy.decision_log import read_log
 from router.profiling.prompt_samples import MAX_PROMPTS
-from tests.unit.own_engines import until
+from router.telemetry.logs import _Stream
+from router.telemetry.settings import TelemetrySettings
 from tests.unit.router_stack import router_stack
+from tests.waiting import call_within, until
 
 FULL = "/dev/full"
 
@@ -28,7 +34,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def written(file: PrivateFile, text: str) -> None:
+def written(file: logging.Handler, text: str) -> None:
     file.handle(made_record("", logging.INFO, text))
 
 
@@ -117,6 +123,65 @@ def test_a_full_disk_is_told_when_it_begins_and_when_it_ends(
     ]
 
 
+@contextmanager
+def full_disk(path: Path, free: int) -> Iterator[None]:
+    """Let this process write only so many bytes more to a file: a write that does not fit is cut off, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_after_a_full_disk_the_next_line_begins_on_a_line_of_its_own(tmp_path: Path, together: int) -> None:
+    """Of the line that did not fit a part is in the file; the next one is whole."""
+    path = tmp_path / "log"
+    file = PrivateFile(path, 0, 0, "the test's log")
+    written(file, "first")
+    with full_disk(path, free=4):
+        file.write([made_record("", logging.INFO, "does not fit")] * together)
+    written(file, "next")
+    written(file, "last")
+    file.close()
+    assert lines(path) == ["first", "does", "next", "last"]
+
+
+def test_a_file_whose_last_line_was_cut_off_goes_on_with_a_line_of_its_own(tmp_path: Path) -> None:
+    """As after a router that was killed on a full disk; a file with a head gets it anew."""
+    path = tmp_path / "log"
+    path.write_text("head\nwhole\ncut o")
+    writer = LineWriter(path, "the test's log")
+    for line in (b"next", b"last"):
+        writer.put(line, b"head")
+    writer.close()
+    assert lines(path) == ["head", "whole", "cut o", "head", "next", "last"]
+
+
+def test_standard_error_in_a_file_goes_on_with_a_line_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever of the last line was written before its disk was full; a pipe or a terminal gets no empty line."""
+    path = tmp_path / "stderr"
+    with path.open("a", buffering=1) as stderr:
+        monkeypatch.setattr("sys.stderr", stderr)
+        stream = _Stream(TelemetrySettings(log_format="json"))
+        stream.setFormatter(logging.Formatter("%(msg)s"))
+        written(stream, "first")
+        for free in (4, 0):
+            with full_disk(path, free):
+                written(stream, "x" * (1 << 16))  # more than Python keeps to write it later
+        written(stream, "next")
+        written(stream, "last")
+    whole = lines(path)
+    assert whole[0] == "first"
+    assert whole[-2:] == ["next", "last"]
+    assert set("".join(whole[1:-2])) == {"x"}
+
+
 def test_a_disk_that_does_not_answer_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -130,7 +195,8 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(
     thread = writer._writer._thread
     writer.close()
     with (tmp_path / "log").open("rb") as reader:
-        assert [reader.readline() for _ in range(10)] == [b"line %d\n" % number for number in range(10)]
+        lines = call_within(lambda: [reader.readline() for _ in range(10)], "ten lines")
+        assert lines == [b"line %d\n" % number for number in range(10)]
     thread.join(10)
     writer._file.close()
     assert "lines are left out here: they came faster than they could be written" in caplog.text

@@ -8,19 +8,18 @@ import os
 import pty
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from router.auth.api_keys import add_key
 from router.settings import Settings, changes, leaves, load_settings
-from tests.unit.own_engines import until
 from tests.unit.own_router import QARR, OwnRouter, connection, own_router
 from tests.unit.router_stack import events
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 LIMITED = "[limits]\nmax_tokens = 7\n"
@@ -166,17 +165,18 @@ async def test_engines_of_the_settings_are_added_and_removed(tmp_path: Path) -> 
         file.write_text(f'[tiers.fast]\nurls = ["{fast}"]\n')
         with started.errors.open("ab") as errors:
             started.process = subprocess.Popen([QARR, "serve"], env=env, stderr=errors)
-        urls: Callable[[], Any] = lambda: _urls(started)  # noqa: E731
-        while await urls() != {fast}:
-            await asyncio.sleep(0.05)
+
+        async def serves_by(url: str) -> bool:
+            return await _urls(started) == {url}
+
+        await until(lambda: serves_by(fast))
         file.write_text(f'[tiers.fast]\nurls = ["{other}"]\n')
         assert (await started.qarr("reload")).returncode == 0
-        while await urls() != {other}:
-            await asyncio.sleep(0.05)
+        await until(lambda: serves_by(other))
         file.write_text("")
         done = await started.qarr("reload")
         assert "no engine would be left" in done.stderr
-        assert await urls() == {other}
+        assert await serves_by(other)
 
 
 async def _urls(router: OwnRouter) -> set[str]:
@@ -210,7 +210,6 @@ async def test_a_terminal_that_goes_away_ends_the_router(tmp_path: Path) -> None
                 stdin=follower, stdout=errors, stderr=errors, env=router.env,
             )  # fmt: skip
         os.close(follower)
-        while await router.status() != httpx.codes.OK:
-            await asyncio.sleep(0.05)
+        await router.until_ready()
         os.close(leader)
         assert await asyncio.to_thread(router.process.wait, 30) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from router.cli.show_settings import rows
 from router.policy.settings import LikeTier
 from router.section import PROJECT, SettingsError, cache_dir, config_dir, runtime_dir
 from router.server.settings import ServerSettings
-from router.settings import Settings, leaves, load_settings
+from router.settings import GONE, PREFIX, Settings, leaves, load_settings
 from router.telemetry.settings import TelemetrySettings
 from tests.imports import modules, room_of
 from tiers.spec import STANDARD_TIERS, TierName
@@ -21,6 +22,7 @@ from tiers.spec import STANDARD_TIERS, TierName
 # Rooms that read another's section; only goes down.
 FOREIGN = {
     ("accounting", "policy"),
+    ("auth", "tls"),
     ("profiling", "policy"),
     *(("api", s) for s in ("engine", "server", "telemetry", "tiers")),
 }
@@ -158,6 +160,18 @@ def test_mistyped_variable_is_an_error(monkeypatch: pytest.MonkeyPatch, given: s
         load_settings()
 
 
+@pytest.mark.parametrize("name", sorted(GONE))
+def test_a_variable_of_a_setting_that_is_gone_is_ignored_aloud(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """A variable that is left over in a deployment does not keep a new release from starting."""
+    variable = PREFIX + name.upper().replace(".", "__")
+    monkeypatch.setenv(variable, "0")
+    monkeypatch.setenv("QARR_ENGINE__LOG_DIR", "/srv/log")
+    assert load_settings().engine.log_dir == Path("/srv/log")
+    assert f"{variable} is ignored" in caplog.text
+
+
 @pytest.mark.parametrize("service", ["QARR", "QARR_ROUTER", "QARR_SERVER", "QARR_SERVICE_PORT", "QARR_2_TIERS"])
 @pytest.mark.parametrize("ip", ["10.0.3.7", "fd00::a:7"])
 def test_what_kubernetes_sets_for_a_service_is_no_setting(
@@ -170,6 +184,42 @@ def test_what_kubernetes_sets_for_a_service_is_no_setting(
     for name, value in {**set_by_it, "PORT_8080_TCP_ADDR": ip, "PORT_53_UDP": f"udp://{ip}:53"}.items():
         monkeypatch.setenv(f"{service}_{name}", value)
     assert load_settings().server == ServerSettings()
+
+
+def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever it names, a section too: the file's value counts, else the default, and never the current folder."""
+    file = tmp_path / "qarr.toml"
+    file.write_text("[server]\nport = 1111\nnotice = 'hello'\n[engine]\nlog_dir = '/srv/log'\n")
+    for name in [name for name in os.environ if name.startswith("QARR_") and "__" in name]:
+        monkeypatch.delenv(name)
+    expected = load_settings(file)
+    names = ["__".join(path).replace("*", "fast") for path, _, _ in leaves(Settings)]
+    for name in [*names, *Settings.model_fields, "tiers__fast", "policy__prices__fast", "no_such_setting"]:
+        monkeypatch.setenv(f"QARR_{name.upper()}", "")
+    assert load_settings(file) == expected
+    assert load_settings().engine.log_dir == cache_dir() / "logs"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("QARR_SERVER=hello", 'server: a table is needed; an environment variable holds it as JSON, as in {"a": 1}'),
+        (
+            "QARR_TIERS__FAST__URLS=http://h:1",
+            "tiers.fast.urls: a list is needed; an environment variable holds it as JSON",
+        ),
+        ("QARR_TIERS__FAST={", "tiers.fast: a table is needed"),
+        ("QARR_OPENAI__ALIASES=gpt-4o", "openai.aliases: a table is needed"),
+        ("QARR_OPENAI__ALIASES=[1]", "openai.aliases: a table is needed"),
+        ("QARR_SERVER__CORS_ORIGINS=*", "server.cors_origins: a list is needed"),
+    ],
+)
+def test_a_variable_that_is_not_json_is_named(monkeypatch: pytest.MonkeyPatch, given: str, says: str) -> None:
+    """Lists and tables are JSON in the environment; other text is told with its setting, not with a traceback."""
+    name, _, value = given.partition("=")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError, match=re.escape(says)):
+        load_settings()
 
 
 def test_the_file_may_come_from_a_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

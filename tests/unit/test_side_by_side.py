@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
 import os
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from router.section import PROJECT
+from tests.waiting import within
 
 pytestmark = pytest.mark.anyio
 CHAT = {"model": "stub", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
@@ -32,7 +34,7 @@ async def run(*command: str, env: dict[str, str] | None = None) -> tuple[int, st
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=PROJECT, env=env
     )
-    output, errors = await process.communicate()
+    output, errors = await within(process.communicate(), "the process to end", within_s=200)
     assert process.returncode is not None
     return process.returncode, output.decode(), errors.decode()
 
@@ -83,6 +85,58 @@ async def test_a_wrong_answer_is_an_error(benchmark: Any, wrong: str) -> None:
     assert sample.answers > 1
 
 
+async def test_first_answers_of_new_connections_are_timed(benchmark: Any) -> None:
+    """Each connection of a burst asks once; a wrong answer among them is an error."""
+    module = benchmark("token_load")
+    good = HEAD + b"%x\r\n%s\r\n0\r\n\r\n" % (len(GOOD), GOOD)
+    answers = {"good": good, "bad": HEAD + WRONG["too few tokens"]}
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+                writer.write(answers["good"])
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        question = module.Question("/v1/chat/completions", CHAT, 3, b"data: [DONE]")
+        sample = await module.burst(port, question, connections=8, busy=2, seconds=0.0)
+        assert (sample.answers, sample.errors) == (8, 0)
+        assert 0 < sample.p50 <= sample.p99 <= sample.most
+        answers["good"] = answers["bad"]
+        sample = await module.burst(port, question, connections=8, busy=1, seconds=0.0)
+        assert sample.answers == 0
+        assert sample.errors > 8
+
+
+def test_added_time_is_the_median_of_the_differences_in_each_pass(benchmark: Any) -> None:
+    """As in public gateway benchmarks: through the proxy less directly, percentile by percentile, pass by pass."""
+    sample, summary = benchmark("token_load").Sample, benchmark("side_by_side").summary
+
+    def samples(*times: tuple[float, float]) -> list[Any]:
+        return [sample(100, 0, 50.0, 10.0, p50, p99, 30.0) for p50, p99 in times]
+
+    direct = samples((1.0, 2.0), (5.0, 9.0), (1.0, 3.0))
+    row = summary(samples((3.0, 6.0), (6.0, 10.0), (4.0, 9.0)), None, direct)
+    assert (row.added_p50, row.added_p99) == (2.0, 4.0)  # of 2, 1, 3 and of 4, 1, 6
+    assert (row.p50, row.p99) == (4.0, 9.0)
+    assert summary(direct, None, direct).added_p50 is None
+
+
+def test_a_gateway_is_told_its_engines_in_headers(benchmark: Any) -> None:
+    """Portkey takes them from the request, and a question with headers is one request of HTTP."""
+    engines = ("http://127.0.0.1:1", "http://127.0.0.1:2")
+    question = benchmark("proxies").PROXIES["Portkey"].question(streamed=False, engines=engines)
+    head, _, body = question.raw.decode().partition("\r\n\r\n")
+    headers = dict(line.split(": ", 1) for line in head.split("\r\n")[1:])
+    targets = json.loads(headers["x-portkey-config"])["targets"]
+    assert [target["custom_host"] for target in targets] == [f"{url}/v1" for url in engines]
+    assert int(headers["content-length"]) == len(body)
+    assert json.loads(body)["model"] == "stub"
+
+
 @two_cores
 @pytest.mark.timeout(240)
 async def test_a_short_run_without_peers(tmp_path: Path) -> None:
@@ -96,8 +150,20 @@ async def test_a_short_run_without_peers(tmp_path: Path) -> None:
     assert status == 0, progress
     assert "nginx                       skipped: nginx is not installed: apt-get install nginx-light" in shown
     assert "pass 1 of 1, paced, QARR /generate" in progress
-    found = json.loads((tmp_path / "figures.json").read_text())["rows"]
-    for figures in (found["non-streaming"], found["saturated"], found["paced"]):
+    record = json.loads((tmp_path / "figures.json").read_text())
+    assert record["reads"]["QARR /generate"] == "JSON, tokens, class, text as a prefix"
+    assert shown.count("JSON, tokens, class, text as a prefix") == 2
+    assert "Bursts of new connections while 64 others keep the proxy busy" in shown
+    assert list(record["bursts"]) == ["64", "500"]
+    for bursts in record["bursts"].values():
+        assert list(bursts) == [name for name in rows if name != "nginx"]
+        for row in bursts.values():  # a slow machine refuses some of 500 requests: their wait would be too long
+            assert row["answers"] > 0, shown
+            assert row["p50"] <= row["p99"] <= row["most"]
+    found = record["rows"]
+    assert list(found) == list(record["loads"])
+    assert [found[name]["QARR /generate"]["added_p99"] > 0 for name in list(found)[:3]] == [True] * 3
+    for figures in found.values():
         assert [(name, row["errors"], row["answers"] > 0) for name, row in figures.items()] == [
             (name, 0, True) for name in rows if name != "nginx"
         ], shown

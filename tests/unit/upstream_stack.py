@@ -26,6 +26,7 @@ from router.upstream.engine_stream import EngineStream
 from router.upstream.progress import Continuable
 from router.upstream.sse import Chunk
 from router.upstream.transport import EngineTransport
+from tests import waiting
 from tests.fakes.engine import Behaviour, FakeEngine
 from tests.turned import turned
 from tiers.fleet import Fleet
@@ -93,7 +94,7 @@ async def upstream_stack(
         fleet = Fleet(specs)
         for spec in specs:
             fleet.add(Replica(f"{spec.name}-0", spec, spec.urls[0], "", "fake", status=ReplicaStatus.READY))
-        policy, telemetry = PolicyStore(settings.policy, fleet), telemetry or Telemetry(None)
+        policy, telemetry = PolicyStore(settings.policy, fleet, "made-8B"), telemetry or Telemetry(None)
         upstream = Upstream(fleet, EngineTransport(), settings.upstream, telemetry, policy)
         cleanup.push_async_callback(upstream.aclose)
         yield UpstreamStack(upstream, fleet, policy, settings, telemetry, engines)
@@ -132,6 +133,4 @@ async def text_of(answer: EngineStream, *, found: list[str] | None = None) -> st
 
 async def until(happened: Callable[[], bool]) -> None:
     """Wait until something has happened, as soon as the event loop shows it."""
-    async with asyncio.timeout(10):
-        while not happened():
-            await asyncio.sleep(0.001)
+    await waiting.until(happened, poll_s=0.001)

@@ -13,11 +13,12 @@ import json
 import os
 import shutil
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from tiers.checkpoints.reference import ReferenceScores  # noqa: TC001  pydantic reads it
 from tiers.errors import CheckpointError, TokenizerMismatchError
 from tiers.spec import PRECISIONS, Precision, TierName
 
@@ -58,6 +59,7 @@ class Manifest(BaseModel):
         calibration_max_tokens: Most tokens used of each prompt (AWQ).
         calibration_tokens: Of all calibration prompts together (AWQ); None in older manifests.
         versions: Of the libraries that made it.
+        reference: Log-probabilities that its engines are compared with; None: they could not be computed.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -76,6 +78,14 @@ class Manifest(BaseModel):
     calibration_max_tokens: int | None = None
     calibration_tokens: int | None = None
     versions: dict[str, str]
+    reference: ReferenceScores | None = None
+
+    @property
+    def is_scored(self) -> bool:
+        """Tell whether the present fixed texts were scored, or it was found out that they cannot be."""
+        if self.reference is None:
+            return "reference" in self.model_fields_set
+        return self.reference.is_current
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +307,28 @@ def seal(folder: Path, tier: TierName, *, model: str, base_digest: str, made: Ma
         chat_template_digest=ours.chat_template_digest,
         **made,
     )
-    (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", "utf-8")
+    _write_manifest(folder, manifest)
+
+
+def add_reference(checkpoint: Checkpoint, reference: ReferenceScores | None) -> Checkpoint:
+    """Write the scores of a finished checkpoint into its manifest; return the checkpoint with them.
+
+    Raises:
+        CheckpointError: The manifest cannot be written.
+    """
+    manifest = checkpoint.manifest.model_copy(update={"reference": reference})
+    try:
+        _write_manifest(checkpoint.path, manifest)
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint.path / MANIFEST} cannot be written: {error.strerror}") from error
+    return replace(checkpoint, manifest=manifest)
+
+
+def _write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Replace a checkpoint's manifest atomically. A reference of None, unlike none, says that it cannot be computed."""
+    part = folder / f"{MANIFEST}.partial"
+    part.write_text(manifest.model_dump_json(indent=2, exclude_unset=True) + "\n", "utf-8")
+    part.replace(folder / MANIFEST)
 
 
 def _sha256(data: bytes) -> str:

@@ -13,6 +13,9 @@ from tiers.checkpoints.checkpoint import chat_template
 if TYPE_CHECKING:
     from pathlib import Path
 
+# Without it, vLLM holds a call to its envelope alone: the arguments of a required tool may then be a string, unless its
+# caller sets ``strict``, which SDKs do not.
+STRICT = ("--tool-strict-level", "parameter")
 HERMES = "hermes"  # writes a call as most models do: JSON between <tool_call> and </tool_call>
 # A parser, and what only the templates of its family have; the first whose marks all occur counts.
 TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -69,6 +72,8 @@ def parser_args(folder: Path, given: tuple[str, ...]) -> tuple[str, ...]:
     found: list[str] = []
     if not _named("--tool-call-parser", given):
         found += ["--enable-auto-tool-choice", "--tool-call-parser", _first(TOOLS, template) or HERMES]
+    if not _named(STRICT[0], given):
+        found += STRICT
     reasoning = _first(REASONING, template)
     if reasoning is not None and not _named("--reasoning-parser", given):
         found += ["--reasoning-parser", reasoning]

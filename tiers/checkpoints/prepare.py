@@ -17,17 +17,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from classifier import EstimatingCounter, extract
 from tiers.checkpoints.checkpoint import (
+    MANIFEST,
     TOKENIZER_FILES,
     Checkpoint,
+    add_reference,
     fingerprint,
     making,
     read_checkpoint,
     recipe_digest,
     seal,
 )
+from tiers.checkpoints.reference import (
+    TEXTS_FILE,
+    ReferenceScores,
+    allowed_loss_gap,
+    gap,
+    reference_from_event,
+)
 from tiers.errors import CheckpointError
 from tiers.lifecycle.command import without_ours
-from tiers.spec import STANDARD_TIERS, TierName
+from tiers.spec import PRECISIONS, STANDARD_TIERS, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -154,9 +163,18 @@ def prepare(
 
 
 def find(options: PrepareOptions) -> tuple[Checkpoint, ...] | None:
-    """Return the three checkpoints if all are finished, without making anything."""
-    found = finished(options)
+    """Return the three checkpoints if nothing is left to make or to score."""
+    found = servable(options)
     return found if len(found) == len(STANDARD_TIERS) else None
+
+
+def servable(options: PrepareOptions) -> tuple[Checkpoint, ...]:
+    """Return the finished checkpoints that engines can be compared with, fast first.
+
+    One of an older release, whose manifest has no scores, counts where they cannot be added.
+    """
+    can_score = options.quantizer_python.is_file()
+    return tuple(c for c in finished(options) if c.manifest.is_scored or not can_score)
 
 
 def finished(options: PrepareOptions) -> tuple[Checkpoint, ...]:
@@ -302,7 +320,7 @@ def _make(job: _Job, base: Base, source: Path, options: PrepareOptions, progress
     """Return a checkpoint, made from ``source`` if it is not finished."""
     found = read_checkpoint(job.tier, job.target)
     if found is not None:
-        return found
+        return _with_scores(found, options, progress)
     with making(job.target) as work:
         found = read_checkpoint(job.tier, job.target)  # another process may have made it while this one waited
         if found is not None:
@@ -310,11 +328,43 @@ def _make(job: _Job, base: Base, source: Path, options: PrepareOptions, progress
         made = _convert(job, source, work, options, progress)
         if job.method != "bf16":
             _copy_tokenizer(source, work)
+            _check_loss(job, source, made.get("reference"))
         seal(work, job.tier, model=base.name, base_digest=base.digest, made=made)
     shutil.rmtree(_layers(job.target), ignore_errors=True)
     checkpoint = read_checkpoint(job.tier, job.target)
     assert checkpoint is not None
     return checkpoint
+
+
+def _with_scores(checkpoint: Checkpoint, options: PrepareOptions, progress: Progress) -> Checkpoint:
+    """Return a finished checkpoint with the scores of the present texts, if they can be computed."""
+    if checkpoint.manifest.is_scored or not options.quantizer_python.is_file():
+        return checkpoint
+    try:
+        return add_reference(checkpoint, _scored(checkpoint.path, options, progress))
+    except CheckpointError as error:
+        progress(f"its engines will be compared with the highest precision: {error}", 0, 0)
+        return checkpoint
+
+
+def _check_loss(job: _Job, source: Path, reference: ReferenceScores | None) -> None:
+    """Check that quantization left a model that says nearly what its base says.
+
+    Raises:
+        CheckpointError: It does not.
+    """
+    base = read_checkpoint(TierName.PRECISE, source)
+    if base is None or base.manifest.reference is None or reference is None:
+        return
+    difference = gap(base.manifest.reference.texts, reference.texts)
+    allowed = allowed_loss_gap(PRECISIONS[job.tier].value)
+    if difference > allowed:
+        raise CheckpointError(
+            f"the {PRECISIONS[job.tier].value} checkpoint is not usable: its log-probabilities of the fixed texts are "
+            f"{difference:.2f} nats a token from the base model's, at most {allowed:.2f} is allowed. Calibrate it with "
+            f"other prompts (model.calibration) or more of them (model.calibration_samples), or leave tier {job.tier} out "
+            f"(tiers.{job.tier}.replicas = 0)"
+        )
 
 
 def _layers(target: Path) -> Path:
@@ -324,39 +374,53 @@ def _layers(target: Path) -> Path:
 
 def _convert(job: _Job, source: Path, work: Path, options: PrepareOptions, progress: Progress) -> dict[str, Any]:
     """Fill a folder with a checkpoint's files; return what its manifest says about their making."""
-    paths = [str(source), str(work)]
+    argv = [str(source), str(work), "--texts", str(TEXTS_FILE)]
     if job.method == "awq":
-        argv = [*paths, "--calibration", str(options.calibration), "--kept", str(_layers(job.target))]
+        argv += ["--calibration", str(options.calibration), "--kept", str(_layers(job.target))]
         argv += ["--samples", str(options.calibration_samples), "--max-tokens", str(options.calibration_tokens)]
         argv += ["--group-size", str(options.group_size)]
         argv += ["--prefer-small-groups"] if job.recipe["prefer_small_groups"] else []
         done = _run(options, "awq", argv, progress)
         return {
             "method": "AWQ (activation-aware int4, grouped)",
-            "versions": done["versions"],
             "group_size": done["group_size"],
             "calibration_digest": job.recipe["calibration"],
             "calibration_samples": done["calibration_samples"],
             "calibration_max_tokens": options.calibration_tokens,
             "calibration_tokens": done["calibration_tokens"],
+            **_made_by(done),
         }
     if job.method == "fp8":
-        done = _run(options, "fp8", paths, progress)
-        return {"method": "FP8 W8A8, dynamic activation scales", "versions": done["versions"]}
+        done = _run(options, "fp8", argv, progress)
+        return {"method": "FP8 W8A8, dynamic activation scales", **_made_by(done)}
     if source.suffix == ".gguf":
-        done = _run(options, "import-gguf", paths, progress)
-        return {"method": "BF16, imported from GGUF", "versions": done["versions"]}
+        done = _run(options, "import-gguf", argv, progress)
+        return {"method": "BF16, imported from GGUF", **_made_by(done)}
     config = json.loads((source / "config.json").read_bytes())
     if config.get("quantization_config"):
         raise CheckpointError(f"{source} is quantized already: give the unquantized base model")
     if (config.get("dtype") or config.get("torch_dtype")) == "bfloat16" and any(source.glob("*.safetensors")):
         for path in source.iterdir():
-            if path.is_file() and not path.name.startswith("."):
+            if path.is_file() and not path.name.startswith(".") and path.name != MANIFEST:
                 (work / path.name).symlink_to(path.resolve())
-        return {"method": "BF16, as published", "versions": {}}
-    done = _run(options, "bf16", paths, progress)
+        published = {"method": "BF16, as published", "versions": {}}
+        if not options.quantizer_python.is_file():  # it is scored as soon as there is one
+            return published
+        return {**published, "reference": _scored(work, options, progress)}
+    done = _run(options, "bf16", argv, progress)
     _copy_tokenizer(source, work)
-    return {"method": "BF16, cast from the base model", "versions": done["versions"]}
+    return {"method": "BF16, cast from the base model", **_made_by(done)}
+
+
+def _made_by(done: dict[str, Any]) -> dict[str, Any]:
+    """Return what a manifest takes from the final event of ``quantize.py``."""
+    return {"versions": done["versions"], "reference": reference_from_event(done.get("reference"))}
+
+
+def _scored(folder: Path, options: PrepareOptions, progress: Progress) -> ReferenceScores | None:
+    """Return the scores of a checkpoint that exists already; None: they cannot be computed."""
+    done = _run(options, "score", [str(folder), "--texts", str(TEXTS_FILE)], progress)
+    return reference_from_event(done.get("reference"))
 
 
 def _copy_tokenizer(source: Path, work: Path) -> None:

@@ -1,4 +1,4 @@
-"""Make checkpoints: import a GGUF file, fetch from a hub, quantize to FP8 or AWQ int4.
+"""Make checkpoints: import a GGUF file, fetch from a hub, quantize to FP8 or AWQ int4; score fixed texts with them.
 
 This file is a program of its own. It runs in the quantizer's environment (llm-compressor pins other versions of
 transformers and compressed-tensors than the engine does) and so imports nothing else of this project. It writes one JSON
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 GROUP_SIZES = (128, 64, 32)
 GRID = 10  # scale ratios tried a layer; the paper tries 20 at twice the time
+DIGITS = 4  # Log-probabilities are kept with so many decimal places.
 VERSIONED = ("llmcompressor", "compressed-tensors", "transformers", "torch", "gguf")
 # The default model's GGUF file says ``tokenizer.ggml.pre = smollm``: numbers are split into single digits before the
 # byte-level stage, as in training. transformers' conversion loses the Digits stage, which changes the ids of every number.
@@ -180,6 +181,79 @@ def evenly(lines: Sequence[str], count: int) -> Sequence[str]:
     return [lines[(2 * number + 1) * len(lines) // (2 * count)] for number in range(count)]
 
 
+def score(args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
+    """Compute the log-probabilities of the fixed texts with a checkpoint that was made before."""
+    return {"reference": score_texts(args.source, args.source, args.texts, report)}
+
+
+def score_texts(folder: str, tokenizer_folder: str, texts: str, report: Reporter) -> dict[str, Any] | None:
+    """Compute the log-probabilities of fixed texts with a finished checkpoint, in FP32 where it fits into memory.
+
+    The weights are read back as they were written, so that a checkpoint that was written wrongly does not pass.
+
+    Args:
+        folder: The checkpoint.
+        tokenizer_folder: Where its tokenizer is.
+        texts: JSON file of the texts.
+        report: Told of the progress.
+
+    Returns:
+        Token ids and log-probabilities of each text; None: this version of transformers cannot run the checkpoint.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    report.progress("computing what its engines are compared with")
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    dtype = torch.float32 if _fits_in_fp32(Path(folder)) else torch.bfloat16
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device).eval()
+        scored = [_scored(model, tokenizer, fixed) for fixed in json.loads(Path(texts).read_text("utf-8"))]
+    except Exception as error:  # noqa: BLE001  a checkpoint that vLLM serves need not run in transformers
+        print(f"the fixed texts are not scored: {type(error).__name__}: {error}", file=sys.stderr)
+        report.progress("its engines will be compared with the highest precision: transformers cannot run it")
+        return None
+    is_dated = "strftime_now" in str(tokenizer.chat_template or "")
+    return {"chat_is_dated": is_dated, "texts": [text for text in scored if text is not None]}
+
+
+def _scored(model: Any, tokenizer: Any, fixed: dict[str, Any]) -> dict[str, Any] | None:
+    """Score one text; None: it is a chat, and the model has no chat template."""
+    if "messages" not in fixed:
+        token_ids = tokenizer(fixed["text"])["input_ids"]
+    elif tokenizer.chat_template:
+        rendered = tokenizer.apply_chat_template(fixed["messages"], tokenize=False, add_generation_prompt=True)
+        token_ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    else:
+        return None
+    return {"name": fixed["name"], "token_ids": token_ids, "logprobs": _logprobs(model, token_ids)}
+
+
+def _logprobs(model: Any, token_ids: list[int]) -> list[float]:
+    """Return the log-probability of each token but the first, given those before it, in nats."""
+    import torch
+
+    with torch.inference_mode():
+        logits = model(torch.tensor([token_ids], device=model.device)).logits[0].float()
+    of_all = torch.log_softmax(logits, dim=-1)
+    return [round(of_all[place, token].item(), DIGITS) for place, token in enumerate(token_ids[1:])]
+
+
+def _fits_in_fp32(folder: Path) -> bool:
+    """Tell whether a checkpoint's weights take at most half of the free memory in FP32."""
+    import torch
+
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    bits = 4 if "pack-quantized" in (folder / "config.json").read_text("utf-8") else 8  # a weight; or more
+    if torch.cuda.is_available():
+        free: int = torch.cuda.mem_get_info()[0]
+    else:
+        available = re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text("utf-8"))
+        free = 1024 * int(available[1]) if available else 0
+    return stored * 32 / bits < free / 2
+
+
 def _load(source: str, report: Reporter) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
@@ -327,6 +401,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Reporter], dict[str, Any]]] = 
     "bf16": cast_bf16,
     "fp8": quantize_fp8,
     "awq": quantize_awq,
+    "score": score,
 }
 
 
@@ -335,18 +410,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=sorted(COMMANDS))
     parser.add_argument("source", help="model folder, GGUF file or hub id")
-    parser.add_argument("target", help="folder to write; an existing one is written over")
+    parser.add_argument("target", nargs="?", help="folder to write; an existing one is written over")
     parser.add_argument("--calibration", help='JSON lines with a "text" field (awq)')
     parser.add_argument("--samples", type=int, default=0, help="calibration prompts, chosen evenly; 0 = all")
     parser.add_argument("--max-tokens", type=int, default=256, help="tokens taken of each calibration prompt")
     parser.add_argument("--kept", help="folder of scales found so far, for work that is interrupted (awq)")
     parser.add_argument("--group-size", type=int, default=0, help="weights a scale; 0 = choose")
     parser.add_argument("--prefer-small-groups", action="store_true", help="choose 64 even where 128 would divide")
+    parser.add_argument("--texts", help="JSON file of texts to score with the finished checkpoint")
     args = parser.parse_args()
+    if args.target is None and args.command != "score":
+        parser.error("a target folder is needed")
+    if args.texts is None and args.command == "score":
+        parser.error("--texts is needed")
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # when the process that started this one ends
     report = Reporter(os.fdopen(os.dup(1), "w"))
     os.dup2(2, 1)  # whatever a library prints must not be read as an event
     result = COMMANDS[args.command](args, report)
+    if args.texts and args.target:
+        tokenizer_folder = args.target if Path(args.target, "tokenizer_config.json").is_file() else args.source
+        result["reference"] = score_texts(args.target, tokenizer_folder, args.texts, report)
     report.event("done", versions=dict(_versions()), **result)
 
 

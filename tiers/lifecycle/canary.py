@@ -1,85 +1,105 @@
-"""Compare an engine's greedy answers and idle speed with earlier ones, before it gets requests.
+"""Compare what an engine computes, and how fast, with what its checkpoint should give, before it gets requests.
 
-A wrong checkpoint, a broken kernel or a fallback to a slow one may still answer the warm-up's question well. So the first
-start that passes the warm-up records the ids of greedy tokens, per checkpoint and machine; later starts are compared.
+A wrong checkpoint, a broken kernel or a fallback to a slow one may still answer readable text. An engine scores fixed texts
+(``tiers.checkpoints.reference``), and is compared with
 
-The measure is the mean share of tokens before the first divergence, over four prompts of sixteen tokens, asked one at a
-time. After a divergence two answers have different contexts, so the rest tells nothing. Batches and kernels round
-differently: one near-tie may change an answer of a sound engine, and must not weigh more than that answer.
+1. the scores that transformers computed when its checkpoint was made, if it was made here;
+2. else those of the highest precision, and those of its own first start;
+3. only its own first scores after an operator has accepted them (``qarr tiers record``).
 
-Measured with the built-in model on a CPU (vLLM 0.32): a checkpoint agrees with itself by 1.00, asked or started again.
-Asked four prompts at once, AWQ gave one of two first tokens, whose log-probabilities are equal, by how the engine divided
-the batch: 0.73. AWQ agrees with FP8 and with BF16 by 0.17; FP8 with BF16 by 0.78. The default of 0.5 lets two of the four
-answers diverge at their first token, as with another release of vLLM or other kernels, and still refuses other weights or
-noise. FP8 in the place of BF16 passes, because they are nearly equal; where kernels do not change, 0.9 tells them apart.
+It also has to give the tokens that it generates the same log-probabilities in decode as in prefill.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import tempfile
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from itertools import takewhile
-from operator import eq
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import from_json
 
-from tiers.errors import CanaryRefusedError, CheckpointError, ProbeError
+from tiers.checkpoints.checkpoint import Checkpoint, read_checkpoint, weights_digest
+from tiers.checkpoints.reference import ScoredText, allowed_gap, allowed_loss_gap, gap, texts_digest
+from tiers.errors import CanaryRefusedError, CheckpointError
+from tiers.shared_file import make_folder, real_path, replace_content
 from tiers.spec import TierName  # noqa: TC001  pydantic reads it
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
-    from tiers.probe import EngineProbe
+    from tiers.checkpoints.reference import ReferenceScores
+    from tiers.lifecycle.likelihood import EngineScores
     from tiers.spec import TierSpec
     from tiers.speed import SpeedModel
 
 log = logging.getLogger(f"qarr.{__name__}")
-PROMPTS = (
-    "The history of the lighthouse began when",
-    "def is_prime(n):\n    ",
-    "To bake bread you need flour, water,",
-    "Q: What is 12 + 7? A: 19. Q: What is 23 + 9? A:",
-)
-TOKENS = 16
-ELSEWHERE = "elsewhere"  # the machine of engines given by URL
-NO_IDS = "token ids"  # in the probe's error when an engine does not give them
+FIRST_VERSION = 1  # Files of this version hold greedy tokens, which cannot be compared with scores.
+ACCEPTED_FOR = timedelta(hours=1)  # Whatever engines compute is accepted for so long after ``qarr tiers record``.
 
 
-class Golden(BaseModel):
-    """The answers of one checkpoint on one machine; of an engine given by URL, the answers of that URL."""
+class Record(BaseModel):
+    """The scores of one engine: of a checkpoint that is started here, or of an engine given by URL.
+
+    Attributes:
+        identity: The checkpoint's digest or folder, or the engine's URL.
+        is_accepted: Whether an operator accepted them in the place of any reference.
+        texts_digest: Of the texts that were scored.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     tier: TierName
     identity: str
-    machine: str
     recorded: datetime
-    prompts: tuple[str, ...]
-    tokens: tuple[tuple[int, ...], ...]
-
-    @property
-    def key(self) -> tuple[TierName, str, str]:
-        """Return what the answers belong to."""
-        return self.tier, self.identity, self.machine
-
-    @model_validator(mode="after")
-    def _an_answer_each(self) -> Golden:
-        if len(self.tokens) != len(self.prompts):
-            raise ValueError("an answer for each prompt is needed")
-        return self
+    is_accepted: bool = False
+    texts_digest: str
+    texts: tuple[ScoredText, ...]
 
 
-class GoldenFile(BaseModel):
-    """The file of recorded answers."""
+class Acceptance(BaseModel):
+    """An operator's word that whatever engines of a tier compute next is meant."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    version: Literal[1] = 1
-    records: tuple[Golden, ...] = ()
+    tier: TierName
+    at: datetime
+
+    def holds_for(self, tier: TierName, known: Record | None, now: datetime) -> bool:
+        """Tell whether scores that an engine gives now are accepted, its former record being ``known``."""
+        is_new = known is None or known.recorded < self.at
+        return self.tier == tier and is_new and now < self.at + ACCEPTED_FOR
+
+
+class CanaryFile(BaseModel):
+    """The file of recorded scores."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: Literal[2] = 2
+    records: tuple[Record, ...] = ()
+    acceptances: tuple[Acceptance, ...] = ()
+
+    def find(self, tier: TierName, identity: str) -> Record | None:
+        """Return an engine's record of the present texts; None: there is none."""
+        current = texts_digest()
+        for record in self.records:
+            if (record.tier, record.identity, record.texts_digest) == (tier, identity, current):
+                return record
+        return None
+
+    def with_record(self, record: Record) -> CanaryFile:
+        """Return the file with a record in the place of an engine's former one."""
+        others = [r for r in self.records if (r.tier, r.identity) != (record.tier, record.identity)]
+        return self.model_copy(update={"records": (*others, record)})
+
+    def without(self, tier: TierName, identity: str) -> CanaryFile:
+        """Return the file without an engine's records."""
+        kept = tuple(r for r in self.records if (r.tier, r.identity) != (tier, identity))
+        return self.model_copy(update={"records": kept})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,64 +107,132 @@ class Canary:
     """How engines are compared.
 
     Attributes:
-        path: File of recorded answers.
-        machine: Name of the machine: other processors round differently.
-        min_agreement: Lowest share of tokens before the first divergence, 0..1; 0: not compared.
+        path: File of recorded scores.
+        tolerance: Times the gap that sound engines may have; 0: scores are not compared.
         max_slowdown: Highest idle time of a decode step over the profiled one; 0: not compared.
     """
 
     path: Path
-    machine: str
-    min_agreement: float = 0.5
+    tolerance: float = 1.0
     max_slowdown: float = 0.0
 
-    async def check_answers(self, probe: EngineProbe, model: str, spec: TierSpec, timeout_s: float) -> None:
-        """Compare an engine's greedy answers with the recorded ones, or record them if there are none.
+    async def check_scores(self, scores: EngineScores, spec: TierSpec, url: str) -> None:
+        """Compare an engine's scores with its reference, or record them if it has none.
 
-        The answers of an engine given by URL belong to its URL, not to what it says about itself, because a wrong
-        checkpoint would say something else. Without token ids, as from older releases of vLLM, it is not compared.
+        The scores of an engine given by URL belong to its URL, not to what it says about itself, because a wrong checkpoint
+        would say something else.
+
+        Args:
+            scores: What it computes.
+            spec: Its tier.
+            url: Its address.
 
         Raises:
             CanaryRefusedError: They differ too much.
             CheckpointError: The file cannot be read.
-            ProbeError: The engine did not answer.
         """
-        machine, identity = (ELSEWHERE, probe.url) if spec.urls else (self.machine, spec.identity)
-        if not self.min_agreement or identity is None:
+        self._check_decode(scores, spec)
+        identity = url if spec.urls else spec.identity
+        if identity is None:
             return
-        try:
-            given = await probe.greedy_tokens(model, PROMPTS, TOKENS, timeout_s)
-        except ProbeError as error:
-            if not spec.urls or NO_IDS not in str(error):
-                raise
-            log.warning("%s serves without being compared with its earlier answers: %s", identity, error)
+        file = read_canary(self.path)
+        known = file.find(spec.name, identity)
+        now = datetime.now(UTC)
+        if any(acceptance.holds_for(spec.name, known, now) for acceptance in file.acceptances):
+            self._record(file, scores, spec, identity, is_accepted=True)
             return
-        key, records = (spec.name, identity, machine), read_golden(self.path)
-        known = next((r for r in records if r.key == key and r.prompts == PROMPTS), None)
-        if known is None:
-            record = Golden(
-                tier=spec.name,
-                identity=identity,
-                machine=machine,
-                recorded=datetime.now(UTC),
-                prompts=PROMPTS,
-                tokens=given,
-            )
-            try:
-                write_golden(self.path, [*(r for r in records if r.key != key), record])
-            except CheckpointError as error:
-                log.warning(
-                    "the answers of %s are not recorded, so later starts are not compared: %s", spec.name, error
-                )
+        made = made_checkpoint(spec)
+        if made is not None and (known is None or not known.is_accepted):
+            await self._check_made(scores, spec, made)
+        elif known is not None:
+            self._check_recorded(scores, spec, known)
+        else:
+            self._record(file, scores, spec, identity, is_accepted=False)
+
+    def check_loss(self, scores: EngineScores, highest: EngineScores, spec: TierSpec, url: str) -> None:
+        """Compare an engine that has no reference of its own with one of the highest precision.
+
+        Raises:
+            CanaryRefusedError: They differ by more than quantization explains. The engine's record is deleted.
+            CheckpointError: The file cannot be used.
+        """
+        identity = url if spec.urls else spec.identity
+        if identity is None or made_checkpoint(spec) is not None:
             return
-        found = agreement(known.tokens, given)
-        if found < self.min_agreement:
+        file = read_canary(self.path)
+        known = file.find(spec.name, identity)
+        now = datetime.now(UTC)
+        is_accepted = known is not None and known.is_accepted
+        if is_accepted or any(acceptance.holds_for(spec.name, known, now) for acceptance in file.acceptances):
+            return
+        allowed = allowed_loss_gap(spec.precision) * self.tolerance
+        difference = gap(highest.texts, scores.texts)
+        if difference > allowed:
+            self.forget_engine(spec.name, identity)
             raise CanaryRefusedError(
-                f"its greedy answers are not those of {known.recorded:%Y-%m-%d %H:%M} UTC: {found:.0%} of the tokens agree "
-                f"up to the first divergence, {self.min_agreement:.0%} must (engine.canary_min_agreement). The checkpoint "
-                f"was changed ({spec.checkpoint or identity}), or a kernel is missing or broken. If the answers are meant "
-                f"to differ, record them anew: qarr tiers record {spec.name}{_then(spec)}"
+                f"its log-probabilities of fixed texts are {difference:.2f} nats a token from those of tier precise; at "
+                f"most {allowed:.2f} is allowed for {spec.precision} weights ({_by_text(highest.texts, scores.texts)}). It "
+                f"serves another model than tier precise, or computes wrongly. {_if_meant(spec)}"
             )
+
+    def _check_decode(self, scores: EngineScores, spec: TierSpec) -> None:
+        allowed = allowed_gap(spec.precision) * self.tolerance
+        if scores.decode_gap > allowed:
+            raise CanaryRefusedError(
+                f"the tokens that it generates have log-probabilities {scores.decode_gap:.2f} nats a token from those that "
+                f"it gives the same tokens in a prompt; at most {allowed:.2f} is allowed for {spec.precision} weights. A "
+                f"kernel of its decode steps or its KV cache computes wrongly: {_kernel_advice(spec)}"
+            )
+
+    async def _check_made(self, scores: EngineScores, spec: TierSpec, made: Checkpoint) -> None:
+        """Compare with what transformers computed when the checkpoint was made."""
+        reference = made.manifest.reference
+        assert reference is not None
+        _check_tokens(scores, reference, spec)
+        allowed = allowed_gap(spec.precision) * self.tolerance
+        difference = gap(reference.texts, scores.texts)
+        if difference <= allowed:
+            return
+        if await asyncio.to_thread(weights_digest, made.path) == made.manifest.weights_digest:
+            cause = f"Its weight files are as they were made, so a kernel computes wrongly: {_kernel_advice(spec)}"
+        else:
+            cause = (
+                f"Its weight files are not those that were made. Make them again: remove {made.path}, then qarr model "
+                f"prepare. {_if_meant(spec)}"
+            )
+        raise CanaryRefusedError(
+            f"its log-probabilities of fixed texts are {difference:.2f} nats a token from those that transformers computes "
+            f"with this checkpoint; at most {allowed:.2f} is allowed for {spec.precision} weights "
+            f"({_by_text(reference.texts, scores.texts)}). {cause}"
+        )
+
+    def _check_recorded(self, scores: EngineScores, spec: TierSpec, known: Record) -> None:
+        """Compare with its own first start."""
+        allowed = allowed_gap(spec.precision) * self.tolerance
+        difference = gap(known.texts, scores.texts)
+        if difference > allowed:
+            raise CanaryRefusedError(
+                f"its log-probabilities of fixed texts are {difference:.2f} nats a token from those of "
+                f"{known.recorded:%Y-%m-%d %H:%M} UTC; at most {allowed:.2f} is allowed for {spec.precision} weights "
+                f"({_by_text(known.texts, scores.texts)}). Its checkpoint was replaced, or a kernel is missing or broken. "
+                f"{_if_meant(spec)}"
+            )
+
+    def _record(
+        self, file: CanaryFile, scores: EngineScores, spec: TierSpec, identity: str, *, is_accepted: bool
+    ) -> None:
+        record = Record(
+            tier=spec.name,
+            identity=identity,
+            recorded=datetime.now(UTC),
+            is_accepted=is_accepted,
+            texts_digest=texts_digest(),
+            texts=scores.texts,
+        )
+        try:
+            write_canary(self.path, file.with_record(record))
+        except CheckpointError as error:
+            log.warning("the scores of %s are not recorded, so later starts are not compared: %s", spec.name, error)
 
     def check_speed(self, measured: SpeedModel, profiled: SpeedModel | None, spec: TierSpec) -> None:
         """Compare an idle engine's speed with the latency profile's.
@@ -163,74 +251,108 @@ class Canary:
                 f"measure it again: qarr profile latency"
             )
 
-    def forget_engine(self, tier: TierName, url: str) -> None:
-        """Delete the record of an engine that ran elsewhere and was removed: another one may get its address."""
+    def forget_engine(self, tier: TierName, identity: str) -> None:
+        """Delete an engine's record: it was wrong, or another engine may get the address."""
         try:
-            records = read_golden(self.path)
-            kept = [r for r in records if r.key != (tier, url, ELSEWHERE)]
-            if len(kept) < len(records):
-                write_golden(self.path, kept)
+            file = read_canary(self.path)
+            if any((record.tier, record.identity) == (tier, identity) for record in file.records):
+                write_canary(self.path, file.without(tier, identity))
         except CheckpointError as error:
-            log.warning("the recorded answers of %s are not deleted: %s", url, error)
+            log.warning("the recorded scores of %s are not deleted: %s", identity, error)
 
-    def forget(self, tier: TierName) -> int:
-        """Delete the records of a tier on this machine, and of its engines given by URL; return their number.
+    def accept(self, tier: TierName) -> int:
+        """Accept what engines of a tier compute at their next starts, within an hour; return how many records go.
 
         Raises:
             CheckpointError: The file cannot be used.
         """
-        records = read_golden(self.path)
-        kept = [r for r in records if r.tier is not tier or r.machine not in {self.machine, ELSEWHERE}]
-        if len(kept) < len(records):
-            write_golden(self.path, kept)
-        return len(records) - len(kept)
+        file = read_canary(self.path)
+        kept = tuple(record for record in file.records if record.tier != tier)
+        others = tuple(acceptance for acceptance in file.acceptances if acceptance.tier != tier)
+        acceptance = Acceptance(tier=tier, at=datetime.now(UTC))
+        write_canary(self.path, CanaryFile(records=kept, acceptances=(*others, acceptance)))
+        return len(file.records) - len(kept)
 
 
-def _then(spec: TierSpec) -> str:
-    """Return how an engine that was started here is compared again."""
-    return "" if spec.urls else f", then start it again: qarr up, or qarr tiers restart {spec.name}"
+def made_checkpoint(spec: TierSpec) -> Checkpoint | None:
+    """Return the checkpoint that engines are started from, if it has scores of the present texts; else None."""
+    if spec.urls or spec.checkpoint is None:
+        return None
+    checkpoint = read_checkpoint(spec.name, spec.checkpoint)
+    if checkpoint is None or checkpoint.manifest.reference is None or not checkpoint.manifest.reference.is_current:
+        return None
+    return checkpoint
 
 
-def agreement(golden: Sequence[Sequence[int]], given: Sequence[Sequence[int]]) -> float:
-    """Return the mean share, 0..1, of each golden answer's tokens before the first that differs."""
-    shares = []
-    for known, found in zip(golden, given, strict=True):
-        same = sum(1 for _ in takewhile(lambda pair: eq(*pair), zip(known, found, strict=False)))
-        shares.append(same / max(len(known), 1))
-    return sum(shares) / max(len(shares), 1)
+def _check_tokens(scores: EngineScores, reference: ReferenceScores, spec: TierSpec) -> None:
+    """Check that the engine reads the fixed texts as the same tokens, but for a date in its chat template."""
+    measured = {text.name: text.token_ids for text in scores.texts}
+    for text in reference.texts:
+        is_dated = text.name == "chat" and reference.chat_is_dated
+        if measured[text.name] == text.token_ids or is_dated:
+            continue
+        part = "chat template" if text.name == "chat" else "tokenizer"
+        raise CanaryRefusedError(
+            f"its {part} is not the one that its checkpoint was made with: of the fixed text {text.name!r} it makes "
+            f"{len(measured[text.name])} tokens, {len(text.token_ids)} are expected. Make the checkpoint again (remove "
+            f"{spec.checkpoint}, then qarr model prepare), or take --chat-template and --tokenizer out of "
+            f"engine.extra_args and tiers.{spec.name}.engine_args. {_if_meant(spec)}"
+        )
 
 
-def read_golden(path: Path) -> tuple[Golden, ...]:
-    """Return the records; none if there is no file.
+def _by_text(reference: Sequence[ScoredText], measured: Sequence[ScoredText]) -> str:
+    """Return the gap of each text, for people."""
+    by_name = {text.name: text for text in measured}
+    gaps = [f"{text.name} {gap([text], [by_name[text.name]]):.2f}" for text in reference if text.name in by_name]
+    return ", ".join(gaps)
+
+
+def _kernel_advice(spec: TierSpec) -> str:
+    """Return what to do about an engine that computes wrongly."""
+    if spec.urls:
+        return "look at the versions and arguments with which it was started"
+    return (
+        f"look for arguments and variables that choose kernels or compile the model (engine.extra_args, "
+        f"tiers.{spec.name}.engine_args, VLLM_...); 'qarr doctor' names the kernels of this machine. {_if_meant(spec)}"
+    )
+
+
+def _if_meant(spec: TierSpec) -> str:
+    """Return how an engine is accepted as it is."""
+    then = "resume it" if spec.urls else f"start it again: qarr up, or qarr tiers restart {spec.name}"
+    return f"If it is meant to be so: qarr tiers record {spec.name}, then {then}"
+
+
+def read_canary(path: Path) -> CanaryFile:
+    """Return the recorded scores; none if there is no file, or one of the first version.
 
     Raises:
         CheckpointError: The file cannot be read, or does not hold records.
     """
     try:
-        return GoldenFile.model_validate_json(path.read_bytes()).records
+        content = path.read_bytes()
+        document: Any = from_json(content)
+        if isinstance(document, dict) and document.get("version") == FIRST_VERSION:
+            return CanaryFile()
+        return CanaryFile.model_validate_json(content)
     except FileNotFoundError:
-        return ()
-    except (OSError, ValidationError) as error:
+        return CanaryFile()
+    except (OSError, ValueError, ValidationError) as error:
         raise CheckpointError(
-            f"the recorded answers in {path} cannot be used ({type(error).__name__}): remove the file, and they are "
+            f"the recorded scores in {path} cannot be used ({type(error).__name__}): remove the file, and they are "
             f"recorded anew at the next start"
         ) from error
 
 
-def write_golden(path: Path, records: Sequence[Golden]) -> None:
-    """Replace the file atomically.
+def write_canary(path: Path, file: CanaryFile) -> None:
+    """Replace the file atomically; owner and mode stay: ``qarr tiers record`` may run as another user than the router.
 
     Raises:
         CheckpointError: It cannot be written.
     """
-    part = None
+    real = real_path(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
-            part = Path(file.name)
-            file.write(GoldenFile(records=tuple(records)).model_dump_json(indent=2) + "\n")
-        part.replace(path)
+        make_folder(real.parent, mode=0o777)
+        replace_content(real, (file.model_dump_json(indent=2) + "\n").encode())
     except OSError as error:
-        if part is not None:
-            part.unlink(missing_ok=True)
-        raise CheckpointError(f"the recorded answers cannot be written to {path}: {error.strerror}") from error
+        raise CheckpointError(f"the recorded scores cannot be written to {path}: {error.strerror}") from error

@@ -16,6 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from aiohappyeyeballs import start_connection
+
 from tiers.address import normalised, wrong_with
 from tiers.errors import DiscoveryError
 from tiers.lifecycle.roster import Source
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(f"qarr.{__name__}")
 FILE = "discovery.file"
 MOST_BYTES = 1 << 20  # of the file
+CONNECT_S = 2.0
+NEXT_ADDRESS_S = 0.25  # as RFC 8305, section 5, recommends
+Family = socket.AddressFamily
 
 
 async def resolve(host: str, port: int) -> list[str]:
@@ -65,12 +70,30 @@ class DiscoveryOptions:
     resolve: Callable[[str, int], Awaitable[list[str]]] = resolve
 
 
+async def reachable_family(addresses: Sequence[str], port: int) -> Family | None:
+    """Return the family in which one of the addresses takes a connection first; None: none does."""
+    infos = [(family_of(address), socket.SOCK_STREAM, 0, "", (address, port)) for address in addresses]
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            connection = await start_connection(infos, happy_eyeballs_delay=NEXT_ADDRESS_S, interleave=1)
+    except (OSError, TimeoutError):
+        return None
+    with connection:
+        return Family(connection.family)
+
+
+def family_of(address: str) -> Family:
+    """Return the family of an address as text."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 class Discovery:
     """Tells the roster what the file and the DNS names say."""
 
     def __init__(self, fleet: Fleet, roster: Roster, options: DiscoveryOptions) -> None:
         self._fleet, self._roster, self._options = fleet, roster, options
         self._read: bytes | None = None  # the file, as last looked at
+        self._families: dict[TierName, Family] = {}  # that the engines of names with addresses of both are reached in
 
     def works(self) -> list[tuple[Callable[[], Coroutine[Any, Any, None]], str]]:
         """Return what runs until cancelled, with its names. Until the first look, tiers that may be named are awaited."""
@@ -100,12 +123,32 @@ class Discovery:
         key, parts = f"tiers.{tier}.dns", urlsplit(url)
         while True:
             try:
-                addresses = await self._options.resolve(parts.hostname or "", parts.port or 80)
+                port = parts.port or 80
+                addresses = await self._options.resolve(parts.hostname or "", port)
+                addresses = await self._of_one_family(tier, url, addresses, port)
                 self._roster.name(Source.DNS, {tier: tuple(at_address(url, each) for each in addresses)}, tier)
                 self._well(key, f"{key} {url}")
             except (OSError, UnicodeError) as error:
                 self._wrong(key, f"{key} {url}", DiscoveryError("it does not resolve", str(error)))
             await asyncio.sleep(self._options.interval_s)
+
+    async def _of_one_family(self, tier: TierName, url: str, addresses: list[str], port: int) -> list[str]:
+        """Return the IPv4 or the IPv6 addresses of a name: an engine that has one of each is one replica.
+
+        Once an engine was reached, its family stays for as long as the name has addresses of it.
+        """
+        if len({family_of(address) for address in addresses}) < 2:  # noqa: PLR2004
+            return addresses
+        if tier not in self._families:
+            reached = await reachable_family(addresses, port)
+            if reached is not None:
+                self._families[tier] = reached
+                kind = "IPv6" if reached == socket.AF_INET6 else "IPv4"
+                log.info(
+                    "tiers.%s.dns %s has IPv4 and IPv6 addresses: its %s addresses are the engines", tier, url, kind
+                )
+        family = self._families.get(tier, socket.AF_INET)
+        return [address for address in addresses if family_of(address) == family]
 
     def _wrong(self, key: str, shown: str, error: DiscoveryError) -> None:
         note = f"{key}: {error.brief}; its last engines stay"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tiers.lifecycle.watchdog import Restarts, Wear
 
 if TYPE_CHECKING:
+    from tiers.lifecycle.likelihood import EngineScores
     from tiers.lifecycle.process import EngineProcess
     from tiers.lifecycle.watchdog import WatchdogOptions
     from tiers.replica import Replica
@@ -34,6 +35,9 @@ class Engine:
         lessened: Times that it was started with less.
         throttled: What slows its processors down, or did within ``THROTTLED_S``; None: nothing that is known.
         throttled_at: When that was last seen.
+        scores: What it computed for the fixed texts when it was last warmed; None: not compared.
+        compared_with: The scores of tier precise that these were compared with; None: with none yet.
+        slow: That it takes much longer for a token than tier precise, and why; None: it does not.
         was_ready: Whether it was ever ready.
         ready_at: Since when it is ready; None: it is not.
         started_at: When it was last started.
@@ -57,6 +61,9 @@ class Engine:
     lessened: int = 0
     throttled: str | None = None
     throttled_at: float = 0.0
+    scores: EngineScores | None = None
+    compared_with: EngineScores | None = None
+    slow: str | None = None
     was_ready: bool = False
     ready_at: float | None = None
     started_at: float = field(default_factory=time.monotonic)
@@ -73,7 +80,7 @@ class Engine:
     @property
     def remark(self) -> str | None:
         """Return what is to be said of it although it serves; None: nothing."""
-        return "; ".join(filter(None, (self.less, self.throttled and f"slower: {self.throttled}"))) or None
+        return "; ".join(filter(None, (self.less, self.slow, self.throttled and f"slower: {self.throttled}"))) or None
 
     def note_throttled(self, found: str | None, now: float) -> None:
         """Note what slows its processors down; None: nothing does now."""

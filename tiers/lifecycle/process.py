@@ -28,6 +28,9 @@ LOG_LINES = 200  # of an engine that has ended, in which the cause is looked for
 CAUSE = re.compile(
     r"^(?:\(\w+ pid=\d+\) ERROR \S+ \S+ \[\S+\] )?((?:\w+\.)*\w+(?:Error|Exception): (?!.*root cause).+)"
 )
+SELECTED = re.compile(
+    r"(?:Selected|Using) (\w+LinearKernel) for (\w+)"
+)  # vLLM's words for the kernel of a kind of layers
 
 
 @dataclass(slots=True)
@@ -111,6 +114,14 @@ def end_of(log: Path, where: str = "", status: int | None = None) -> str:
     found = [*filter(None, map(CAUSE.search, _last_lines(log, LOG_LINES).splitlines()))]
     cause = f": {found[-1][1]}" if found and 0 <= (status or 0) <= SIGNALLED else ""
     return f"{cause}. Last lines of {log}{where}:\n{_last_lines(log, LAST_LINES)}"
+
+
+def selected_kernels(log: Path) -> tuple[str, ...]:
+    """Return the names of the kernels of linear layers that vLLM has chosen, each once; empty if its log names none."""
+    with contextlib.suppress(OSError):
+        text = log.read_text("utf-8", errors="replace")
+        return tuple(dict.fromkeys(kernel for kernel, _ in SELECTED.findall(text)))
+    return ()
 
 
 def _last_lines(path: Path, count: int) -> str:

@@ -35,6 +35,7 @@ from tiers.errors import (
     EngineError,
     EngineHungError,
     EngineSlowError,
+    NoScoresError,
     PortInUseError,
     ProbeError,
     TierError,
@@ -46,16 +47,17 @@ from tiers.lifecycle.discovery import Discovery, DiscoveryOptions
 from tiers.lifecycle.engine import Engine, brief
 from tiers.lifecycle.idle_speed import IdleSpeed
 from tiers.lifecycle.less_memory import ATTEMPTS, with_less
+from tiers.lifecycle.likelihood import score_engine
 from tiers.lifecycle.operations import OperationOptions, Operations
-from tiers.lifecycle.process import LOG_LINES, EngineProcess, check_port_free
-from tiers.lifecycle.warmup import WarmupPlan, warm_up
+from tiers.lifecycle.process import LOG_LINES, EngineProcess, check_port_free, selected_kernels
+from tiers.lifecycle.warmup import WarmupPlan, check_answer, warm_up
 from tiers.lifecycle.watchdog import WatchdogOptions, hangs, off_by
 from tiers.live_speed import LiveSpeed
 from tiers.plan import kv_per_token
 from tiers.preparing import ENGINE_START_S
 from tiers.probe import EngineProbe
 from tiers.replica import Replica
-from tiers.spec import UNKNOWN, EngineLaunch, ReplicaStatus, TierSpec
+from tiers.spec import UNKNOWN, EngineLaunch, ReplicaStatus, TierName, TierSpec
 from tiers.throttling import read_cpu, read_gpus
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
 
     from tiers.fleet import Fleet
     from tiers.lifecycle.canary import Canary
+    from tiers.lifecycle.likelihood import EngineScores
     from tiers.probe import Counters
 
 log = logging.getLogger(f"qarr.{__name__}")
@@ -75,6 +78,9 @@ ELSEWHERE_PAUSE_S = 5.0  # before an unusable engine that runs elsewhere is trie
 LAST_PORT = 65535
 PROCESSORS_S = 10.0  # between two looks at what slows processors down
 LISTED_S = 5.0  # between two looks at what an engine lists: others may load adapters, or replace it by another
+SLOW_WARM_UP_S = 30.0  # Two cores that also make a checkpoint warm an engine in 15 s.
+MUCH_SLOWER = 5.0  # A token takes so many times tier precise's. Engines that warm side by side differ by up to three.
+MIN_TOKEN_MS = 0.01
 WORN_S = 60.0  # the finding that an engine is too slow expires after this
 
 
@@ -90,7 +96,7 @@ class SupervisorOptions:
         warmup: What an engine must answer before it is ready.
         watchdog: When an engine is restarted.
         operations: How engines are drained and recycled.
-        canary: Compares engines with recorded answers; None: no comparison.
+        canary: Compares what engines compute with their references; None: no comparison.
         discovery: Where engines that come and go are named.
     """
 
@@ -131,6 +137,7 @@ class Supervisor:
         self._made: Counter[str] = Counter()
         self._tasks: list[asyncio.Task[None]] = []
         self._tokens_digests: dict[str, str] = {}
+        self._precise_scores: EngineScores | None = None
         self._faults = Faults()
         self._idle_speed = IdleSpeed(fleet, options.warmup, self._probe)
         self.operations = Operations(self, options.operations)
@@ -498,11 +505,19 @@ class Supervisor:
                 f"{replica.url} has a context of {model.max_model_len} tokens, tier {replica.spec.name} promises "
                 f"{replica.spec.max_model_len}: set tiers.{replica.spec.name}.max_model_len"
             )
-        report = await warm_up(probe, replica.model, self._options.warmup)
-        self._check_tokens(replica, report.tokens_digest)
-        if self._options.canary is not None:
-            await self._compare(replica, probe, self._options.canary)
+        slow_warm_up = asyncio.create_task(self._announce_slow_warm_up(engine))
+        try:
+            report = await warm_up(probe, replica.model, self._options.warmup)
+            self._check_tokens(replica, report.tokens_digest)
+            if self._options.canary is not None:
+                await self._compare(engine, probe, self._options.canary)
+        finally:
+            slow_warm_up.cancel()
+        check_answer(report.answer, self._options.warmup.question)
+        if replica.spec.name == TierName.PRECISE:
+            self._precise_scores = engine.scores or self._precise_scores
         replica.takes_priority = report.takes_priority
+        replica.takes_thinking = report.takes_thinking
         replica.fingerprint = report.fingerprint
         self.fleet.note_template(report.template)
         engine.was_ready, engine.ready_at, engine.note = True, time.monotonic(), None
@@ -511,14 +526,74 @@ class Supervisor:
             replica, ReplicaStatus.DRAINING if engine.held else ReplicaStatus.READY, engine.held or engine.remark
         )
 
-    async def _compare(self, replica: Replica, probe: EngineProbe, canary: Canary) -> None:
-        """Compare an engine's answers with those recorded, and its speed with the profile while nothing else computes."""
-        await canary.check_answers(probe, replica.model, replica.spec, self._options.warmup.timeout_s)
+    async def _announce_slow_warm_up(self, engine: Engine) -> None:
+        """Say why an engine is still warming, if that takes long."""
+        await asyncio.sleep(SLOW_WARM_UP_S)
+        self._mark(
+            engine.replica,
+            ReplicaStatus.WARMING,
+            f"its warm-up takes longer than {SLOW_WARM_UP_S:g} s{self._kernels_of(engine)}",
+        )
+
+    async def _compare(self, engine: Engine, probe: EngineProbe, canary: Canary) -> None:
+        """Compare an engine's scores with its reference, and its speed with the profile while nothing else computes."""
+        replica = engine.replica
+        if canary.tolerance:
+            engine.scores = await self._score(replica, probe)
+            engine.compared_with = None
+            engine.slow = None
+        if engine.scores is not None:
+            self._compare_with_highest(engine, canary)
+            await canary.check_scores(engine.scores, replica.spec, replica.url)
         profiled = self.fleet.speeds.get(replica.spec.name)
         if profiled is not None and canary.max_slowdown and self._idle_speed.quiet(but=replica):
             speed = await self._idle_speed.measure(replica)
             if speed is not None and self._idle_speed.quiet(but=replica):
                 canary.check_speed(speed, profiled, replica.spec)
+
+    async def _score(self, replica: Replica, probe: EngineProbe) -> EngineScores | None:
+        """Return an engine's scores; None: it runs elsewhere, and gives no log-probabilities.
+
+        Raises:
+            ProbeError: It does not answer, or it was started here and gives none.
+        """
+        try:
+            return await score_engine(probe, replica.model, self._options.warmup.timeout_s)
+        except NoScoresError as error:
+            if not replica.spec.urls:
+                raise
+            log.warning("%s serves without a check of what it computes: %s", replica.id, error)
+            return None
+
+    def _compare_with_highest(self, engine: Engine, canary: Canary) -> None:
+        """Compare an engine with the one of tier precise that was ready last, once with each.
+
+        Raises:
+            CanaryRefusedError: It serves another model, or computes wrongly.
+        """
+        replica = engine.replica
+        if replica.spec.name == TierName.PRECISE or engine.scores is None:
+            return
+        highest = self._precise_scores
+        if highest is None or highest is engine.compared_with:
+            return
+        engine.compared_with = highest
+        canary.check_loss(engine.scores, highest, replica.spec, replica.url)
+        slowdown = engine.scores.token_ms / max(highest.token_ms, MIN_TOKEN_MS)
+        if slowdown >= MUCH_SLOWER:
+            engine.slow = (
+                f"{slowdown:.0f} times slower a token than tier precise ({engine.scores.token_ms:.0f} instead of "
+                f"{highest.token_ms:.0f} ms){self._kernels_of(engine)}"
+            )
+            if replica.state.status is ReplicaStatus.READY:
+                self._mark(replica, ReplicaStatus.READY, engine.remark)
+
+    def _kernels_of(self, engine: Engine) -> str:
+        """Return which kernels an engine that was started here has chosen, as its log says, for a sentence's end."""
+        if engine.process is None:
+            return ""
+        kernels = selected_kernels(self.log_path(engine.replica))
+        return f": its layers are computed by {', '.join(kernels)}" if kernels else ""
 
     def _note_adapters(self, replica: Replica, adapters: Sequence[str]) -> None:
         if self.fleet.note_adapters(replica, adapters):
@@ -576,6 +651,10 @@ class Supervisor:
                 self._mark(engine.replica, engine.replica.state.status, None)
             missed = 0
             engine.replica.note_gauges(gauges)
+            if self._options.canary is not None:
+                self._compare_with_highest(engine, self._options.canary)
+            if counters.output_tokens > (0.0 if known is None else known.output_tokens):
+                engine.replica.work.generated_at = time.monotonic()
             await self._judge(engine, probe, counters, moved=known is not None and counters != known)
             known = counters
         self._mark(engine.replica, ReplicaStatus.UNREACHABLE, why)

@@ -1,7 +1,7 @@
-"""Warm up an engine, and check that it answers sane text, before it gets requests.
+"""Warm up an engine before it gets requests, and check that it answers readable text.
 
 A healthy engine is not warm: its first request can take seconds of just-in-time work. Nor is it necessarily correct: a
-wrong kernel or a broken graph answers HTTP 200 with nonsense.
+wrong kernel or a broken graph answers HTTP 200 with nonsense. What reads well may still be wrong: ``canary``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _SENTENCE = "The lighthouse keeper wrote the weather into a ledger every evening
 _SHORT = "Water boils at"
 _LONG_TOKENS = 256
 _SHORT_ANSWER = 6
+REPEATED_WORDS = 5
 MEASURED_TOKENS = _SHORT_ANSWER + 1  # that ``measure_speed`` has an engine generate
 # Digits, white space, scripts and accents, which tokenizers of one family split differently.
 _TOKENIZER_TEXT = "In 1984 x_1 += 3.50;\t\u00e9tude \u4f60\u597d \U0001f600\n\n  indented 12345"
@@ -32,16 +33,14 @@ _WORD = re.compile(r"[^\W\d_]{2,}")
 
 @dataclass(frozen=True, slots=True)
 class WarmupPlan:
-    """The question that an engine must answer before it is ready.
+    """The question that an engine must answer with readable text before it is ready.
 
     Attributes:
         question: Sent through the chat template.
-        expected: Must occur in the answer, in upper or lower case; empty: any sane text is accepted.
         timeout_s: Limit of each generation, in seconds.
     """
 
     question: str = "What is the capital of France?"
-    expected: str = "Paris"
     timeout_s: float = 180.0
 
 
@@ -50,33 +49,40 @@ class WarmupReport:
     """What the warm-up found out about the engine.
 
     Attributes:
+        answer: To the plan's question.
         template: What its chat template adds to prompts.
         tokens_digest: See ``tokens_digest``.
         takes_priority: Whether the engine has priority scheduling; without it, it refuses requests with a priority.
+        takes_thinking: Whether it takes a bound on tokens of reasoning; an engine whose model shows none refuses it.
         fingerprint: The engine's name for its build, from its answers; None: it has none.
     """
 
+    answer: str
     template: TemplateTokens
     tokens_digest: str
     takes_priority: bool
+    takes_thinking: bool
     fingerprint: str | None
 
 
 async def warm_up(probe: EngineProbe, model: str, plan: WarmupPlan) -> WarmupReport:
-    """Run a short, a long and a chat-templated generation, and check the chat's answer.
+    """Run a short, a long and a chat-templated generation, and read what the engine says of itself.
 
     Raises:
-        WarmupFailedError: The answer is not sane text, or lacks the expected text.
         ProbeError: The engine did not answer.
     """
     chat = {"model": model, "messages": [{"role": "user", "content": plan.question}], "max_tokens": 16}
     takes_priority = await _short(probe, model, plan)
     await probe.generate(COMPLETIONS, _long(model), plan.timeout_s)
     answer = await probe.generate(CHAT, chat, plan.timeout_s)
-    check_answer(answer.text, plan)
-    digest = await tokens_digest(probe, model)
-    template = await _template_tokens(probe, model, plan.question)
-    return WarmupReport(template, digest, takes_priority, answer.fingerprint)
+    return WarmupReport(
+        answer=answer.text,
+        template=await _template_tokens(probe, model, plan.question),
+        tokens_digest=await tokens_digest(probe, model),
+        takes_priority=takes_priority,
+        takes_thinking=await probe.takes_thinking(model, plan.timeout_s),
+        fingerprint=answer.fingerprint,
+    )
 
 
 async def tokens_digest(probe: EngineProbe, model: str) -> str:
@@ -89,18 +95,18 @@ async def tokens_digest(probe: EngineProbe, model: str) -> str:
     return hashlib.sha256(repr(ids).encode()).hexdigest()
 
 
-def check_answer(text: str, plan: WarmupPlan) -> None:
-    """Check that an answer is readable text, and contains what the plan expects.
+def check_answer(text: str, question: str) -> None:
+    """Check that an answer is readable text. Whether it is the right one is for the canary to say: words hang on rounding.
 
     Raises:
-        WarmupFailedError: It is not, or does not.
+        WarmupFailedError: It is not.
     """
     words = _WORD.findall(text)
-    broken = not words or "\ufffd" in text or (len(words) > 5 and len(set(words)) <= 2)  # noqa: PLR2004
-    if broken or plan.expected.casefold() not in text.casefold():
+    is_repetition = len(words) > REPEATED_WORDS and len(set(words)) <= 2  # noqa: PLR2004  at most two different words
+    if not words or "\ufffd" in text or is_repetition:
         raise WarmupFailedError(
-            f"asked {plan.question!r}, the engine answered {text!r}, expected {plan.expected or 'sane text'!r}: "
-            f"a wrong checkpoint or a broken kernel; for a model that answers otherwise set engine.warmup_expected"
+            f"asked {question!r}, the engine answered {text!r}, which is not readable text: a wrong checkpoint or a broken "
+            f"kernel. 'qarr doctor' checks the machine; the engine's log says what it was started with"
         )
 
 

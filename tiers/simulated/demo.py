@@ -1,4 +1,6 @@
-"""Three simulated engines, and load for the router before them, in one process that ends with its parent.
+"""The fleet of ``qarr demo``: three simulated engines, and load for the router before them.
+
+Both run in one process that ends with its parent.
 
     python -m tiers.simulated.demo ROUTER-URL REQUESTS-A-SECOND
 
@@ -21,25 +23,37 @@ import uvloop
 
 from tiers.errors import EngineDiedError, TierError
 from tiers.simulated.engine import SimulatedEngine
-from tiers.simulated.gpu import HARDWARE
+from tiers.simulated.gpu import LLAMA_8B, Hardware, hardware
+from tiers.sizing.architecture import architecture
+from tiers.sizing.named_gpus import parse_gpus
+from tiers.spec import PRECISIONS, TierName
+from tiers.speed import SpeedModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SAID = (
-    "[bold yellow]simulated[/]: no model runs. Three engines take the time that Llama 3.1 8B would on a GPU a quarter as "
-    "fast as an H100, and answer with filler text. Losses are published ones."
+MODEL = "Llama 3.1 8B"
+GPU = "L4"
+SEQUENCES = 8  # that each engine decodes at once: small batches, so that reading the weights takes the time
+LOAD = 3.5  # requests a second: too many for BF16 alone on three of these GPUs
+# With tiers.*.max_num_seqs at 8: the mean tokens are those of the requests that are made up here.
+PLAN = (
+    "qarr plan --model tests/unit/tiers/sizing/configs/llama-3.1-8b.json --gpus 3xL4 --load 3.5/s --prompt 220 "
+    "--output 110 --max-num-seqs 8"
 )
 MOST_PER_S = 100
-SLOWER = 4.0  # than an H100: about an L40S, by its memory's bandwidth
-SEQUENCES = 16  # as ``tiers.*.max_num_seqs``
+SMALL_BATCH, LARGE_BATCH = 1, 8  # sequences, between which a step's time is a straight line
+LONG_PROMPT = 2048  # tokens, by which the time of a prompt is told
+USUAL_CONTEXT = 300  # mean tokens of a sequence while it is decoded
+SPREAD = 0.15  # of log(seen / predicted): steps differ by the prompts that are computed in them
+STREAM_INTERVAL = 1  # an event for each token, so that answers grow on the page
 END_S = 5.0
 TIMEOUT_S = 60.0
 WITH_BOUND, WITH_HINT = 0.4, 0.06  # shares of requests
 BOUNDS: tuple[dict[str, float], ...] = (
-    {"ttft_ms": 400},
     {"ttft_ms": 1000},
-    {"tpot_ms": 20},
+    {"ttft_ms": 2000},
+    {"tpot_ms": 50},
     {"max_quality_loss": 0.002},
 )
 PAGE = (
@@ -58,6 +72,45 @@ KINDS = (
 )
 
 
+def notice(load: float) -> str:
+    """Return what the page and the terminal say of the demo."""
+    asked = f"{load:g} made-up requests a second" if load else "no requests but yours"
+    return (
+        f"Simulated: no model runs. Each tier takes the time that {MODEL} would take on an {GPU} GPU of its own, and "
+        f"answers with filler text; the losses are published ones. Load: {asked}."
+    )
+
+
+def simulated_precision(tier: TierName) -> str:
+    """Return what ``tiers.*.precision`` states of an engine."""
+    return f"{PRECISIONS[tier]} on simulated {GPU}"
+
+
+def demo_hardware() -> dict[TierName, Hardware]:
+    """Return what the engine of each tier runs on."""
+    model, (gpu, _) = architecture(LLAMA_8B), parse_gpus(GPU)
+    return {tier: hardware(tier, model, gpu) for tier in PRECISIONS}
+
+
+def roofline_speed(runs_on: Hardware) -> SpeedModel:
+    """Return the speed of a simulated engine as the router predicts by it: there is nothing to measure, it is computed."""
+    roofline = runs_on.speed
+    small = roofline.mixed_ms(SMALL_BATCH, SMALL_BATCH, SMALL_BATCH * USUAL_CONTEXT)
+    large = roofline.mixed_ms(LARGE_BATCH, LARGE_BATCH, LARGE_BATCH * USUAL_CONTEXT)
+    slope = (large - small) / (LARGE_BATCH - SMALL_BATCH)
+    first = roofline.mixed_ms(SMALL_BATCH, SMALL_BATCH, 0)
+    return SpeedModel(
+        ttft_base_ms=first,
+        prefill_ms_per_token=(roofline.mixed_ms(LONG_PROMPT, 1, 0) - first) / LONG_PROMPT,
+        step_base_ms=small - slope * SMALL_BATCH,
+        step_ms_per_sequence=slope,
+        ttft_steps=0.5,  # of the step that is being computed, the second half in the mean
+        ttft_spread=SPREAD,
+        tpot_spread=SPREAD,
+        profiled=True,
+    )
+
+
 def rate_of(text: str) -> float:
     """Return a load in requests a second; ``TierError``: it is none, or too much."""
     with contextlib.suppress(ValueError):
@@ -67,7 +120,7 @@ def rate_of(text: str) -> float:
 
 
 @contextlib.contextmanager
-def simulated_engines(router: str, load: float) -> Iterator[dict[str, str]]:
+def simulated_engines(router: str, load: float) -> Iterator[dict[TierName, str]]:
     """Run engines and load in a process of their own; yield the engines' URLs by tier.
 
     Raises:
@@ -79,7 +132,7 @@ def simulated_engines(router: str, load: float) -> Iterator[dict[str, str]]:
         try:
             if not (line := process.stdout.readline() if process.stdout else b""):
                 raise EngineDiedError("the simulated engines did not start: see above")
-            yield json.loads(line)
+            yield {TierName(tier): url for tier, url in json.loads(line).items()}
         finally:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=END_S)
@@ -88,7 +141,10 @@ def simulated_engines(router: str, load: float) -> Iterator[dict[str, str]]:
 
 async def run(router: str, load: float) -> None:
     """Serve, and send requests, until standard input ends."""
-    engines = (SimulatedEngine(hardware, SLOWER, SEQUENCES, 1) for hardware in HARDWARE.values())
+    runs_on = demo_hardware()
+    engines = [
+        SimulatedEngine(each, max_num_seqs=SEQUENCES, stream_interval=STREAM_INTERVAL) for each in runs_on.values()
+    ]
     configs = [uvicorn.Config(engine.app, port=0, log_config=None, timeout_graceful_shutdown=1) for engine in engines]
     servers = [uvicorn.Server(config) for config in configs]
     serving = [asyncio.create_task(server.serve()) for server in servers]
@@ -98,7 +154,8 @@ async def run(router: str, load: float) -> None:
     sending = asyncio.create_task(send_load(router, load)) if load else None
     parent_gone = asyncio.Event()
     asyncio.get_running_loop().add_reader(0, parent_gone.set)
-    print(json.dumps({t: f"http://127.0.0.1:{port}" for t, port in zip(HARDWARE, ports, strict=True)}), flush=True)  # noqa: T201
+    urls = {tier: f"http://127.0.0.1:{port}" for tier, port in zip(runs_on, ports, strict=True)}
+    print(json.dumps(urls), flush=True)  # noqa: T201
     await parent_gone.wait()
     if sending is not None:
         sending.cancel()
@@ -132,7 +189,7 @@ def some_request(chance: random.Random) -> dict[str, Any]:
     if chance.random() < WITH_BOUND:
         body["sla"] = chance.choice(BOUNDS)
     if chance.random() < WITH_HINT:
-        body["tier"] = chance.choice(tuple(HARDWARE))
+        body["tier"] = chance.choice(tuple(PRECISIONS))
     return body
 
 

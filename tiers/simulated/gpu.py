@@ -11,12 +11,16 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tiers.plan import GIB, GPU_OVERHEAD_GIB, GPU_RESERVE
 from tiers.sizing.architecture import Architecture, architecture
-from tiers.sizing.hardware import GpuKind, parse_gpus
+from tiers.sizing.named_gpus import parse_gpus
 from tiers.sizing.roofline import BYTES_PER_WEIGHT, CHUNK, Roofline
 from tiers.spec import PRECISIONS, TierName
+
+if TYPE_CHECKING:
+    from tiers.sizing.hardware import GpuKind
 
 BLOCK = 16
 LLAMA_8B = {

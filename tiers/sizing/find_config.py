@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 
 from tiers.checkpoints.precision import hub_cache
-from tiers.errors import PlanError
+from tiers.errors import PlanError, TrustError
+from tiers.trust import client_context
 
 HUB = "https://huggingface.co"
 TIMEOUT_S = 20
@@ -52,7 +53,9 @@ def _download(model: str) -> bytes:
     token = os.environ.get("HF_TOKEN")
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
-        answer = httpx.get(url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True)
+        answer = httpx.get(url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True, verify=client_context())
+    except TrustError as error:
+        raise PlanError(f"--model {model}: {url} cannot be asked: {error}") from error
     except httpx.HTTPError as error:
         raise PlanError(
             f"--model {model}: {url} cannot be reached ({error or type(error).__name__}); give the model's config.json"

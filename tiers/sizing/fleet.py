@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from tiers.errors import PlanError
@@ -30,8 +31,11 @@ LEAST_SHARE = 1e-6  # of the requests: an engine that shares a machine and gets 
 KEPT = 0.8  # of the most that given GPUs carry: what they are planned for where no load is named
 SPARE = 1e-4  # share of the answers: what a GPU is worth that no load needs
 BISECTIONS = 12
-_RATE = re.compile(r"([\d.]+)\s*/\s*(s|min|h)|([\d.]+)")
-_PERIODS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_RATE = re.compile(r"([\d.]+)\s*(?:(?:req(?:uests?)?)?\s*/\s*([a-z]+)|(rp[sm]))?", re.IGNORECASE)
+_SECOND = dict.fromkeys(("s", "sec", "second", "rps"), 1.0)
+_MINUTE = dict.fromkeys(("m", "min", "minute", "rpm"), 60.0)
+_HOUR = dict.fromkeys(("h", "hour"), 3600.0)
+_PERIODS = {**_SECOND, **_MINUTE, **_HOUR, **dict.fromkeys(("d", "day"), 86400.0)}
 LOSS_WEIGHT = 0.01  # of the least price, for losing all answers: it decides between fleets of one price
 
 
@@ -72,6 +76,10 @@ class Load:
     def peak(self) -> float:
         """Return all requests a second in the busiest part of the day."""
         return self.mean * max(self.course)
+
+    def scaled_to(self, mean: float) -> Load:
+        """Return as many requests of each kind as make this many a second in the mean of the day."""
+        return replace(self, by_kind={kind: mean * rate / self.mean for kind, rate in self.by_kind.items()})
 
     def lost_by(self, tier: TierName) -> float:
         """Return the share of all answers that a tier alone would lose."""
@@ -263,8 +271,7 @@ def fullest(engines: Sequence[EngineType], load: Load, available: Mapping[str, i
     owned = [replace(each, price=each.plan.gpus_per_replica * spare[each.tier]) for each in engines]
 
     def at(rate: float) -> Fleet | None:
-        scaled = {kind: rate * share / load.mean for kind, share in load.by_kind.items()}
-        return cheapest(owned, replace(load, by_kind=scaled), available)
+        return cheapest(owned, load.scaled_to(rate), available)
 
     low, high = 0.0, sum(max(e.rate for e in engines if e.gpu == gpu) * (n or 1) for gpu, n in available.items())
     for _ in range(BISECTIONS):
@@ -275,13 +282,14 @@ def fullest(engines: Sequence[EngineType], load: Load, available: Mapping[str, i
 
 def parse_rate(text: str) -> float:
     """Return the requests a second of a rate as ``40/s`` or ``100/min``; without a unit, a second's."""
-    found = _RATE.fullmatch(text.strip())
-    try:
-        rate = 0.0 if found is None else float(found[1] or found[3]) / _PERIODS[found[2] or "s"]
-    except ValueError:
-        rate = 0.0
-    if not rate > 0:
-        raise PlanError(f"--load {text}: a rate above 0 is needed, as 40/s, 100/min or 5000/h")
+    match = _RATE.fullmatch(text.strip())
+    rate = 0.0
+    if match is not None:
+        period = _PERIODS.get((match[2] or match[3] or "s").lower())
+        with suppress(ValueError):
+            rate = float(match[1]) / period if period else 0.0
+    if not 0 < rate < math.inf:
+        raise PlanError(f"--load {text}: a rate above 0 is needed, as 40/s, 100/min, 5000/h or 200000/day")
     return rate
 
 

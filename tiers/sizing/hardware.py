@@ -14,7 +14,6 @@ from tiers.errors import PlanError
 
 GPUS = Path(__file__).with_name("gpus.json")
 PRICES = Path(__file__).with_name("prices.json")
-_COUNTED = re.compile(r"\s*(?:(\d+)\s*[x*]\s*)?(\S.*?)\s*", re.IGNORECASE)
 
 
 class GpuKind(BaseModel):
@@ -26,7 +25,10 @@ class GpuKind(BaseModel):
         bandwidth_gb_s: Of its memory, in 1e9 bytes a second.
         bf16_tflops: Dense, in 1e12 operations a second.
         fp8_tflops: Dense; None: it has no units for FP8.
+        int8_tops: Dense, in 1e12 operations a second; None: not known. No planned tier computes in INT8.
+        int4_tops: Dense, in 1e12 operations a second; None: not known. No planned tier computes in INT4.
         machete: vLLM computes 4-bit weights with Machete there, else with Marlin.
+        price_per_hour: Of one GPU, as given with it; None: as the file of prices says.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -36,8 +38,11 @@ class GpuKind(BaseModel):
     memory_gb: float = Field(gt=0)
     bandwidth_gb_s: float = Field(gt=0)
     bf16_tflops: float = Field(gt=0)
-    fp8_tflops: float | None = Field(gt=0)
+    fp8_tflops: float | None = Field(None, gt=0)
+    int8_tops: float | None = Field(None, gt=0)
+    int4_tops: float | None = Field(None, gt=0)
     machete: bool = False
+    price_per_hour: float | None = Field(None, ge=0)
 
     @property
     def memory(self) -> float:
@@ -46,7 +51,7 @@ class GpuKind(BaseModel):
 
     def is_called(self, name: str) -> bool:
         """Tell whether this is one of its names; case, spaces and hyphens do not count."""
-        return _plain(name) in map(_plain, (self.name, *self.also))
+        return plain_name(name) in map(plain_name, (self.name, *self.also))
 
 
 class _Gpus(BaseModel):
@@ -71,6 +76,8 @@ class Prices(BaseModel):
 
     def of(self, gpu: GpuKind) -> float | None:
         """Return the price of an hour; None: it is not known."""
+        if gpu.price_per_hour is not None:
+            return gpu.price_per_hour
         return next((price for name, price in self.per_gpu_hour.items() if gpu.is_called(name)), None)
 
 
@@ -78,38 +85,6 @@ class Prices(BaseModel):
 def known_gpus() -> tuple[GpuKind, ...]:
     """Return the kinds of GPU that are known."""
     return _Gpus.model_validate_json(GPUS.read_bytes()).gpus
-
-
-def parse_gpus(text: str) -> tuple[GpuKind, int | None]:
-    """Read a kind of GPU, and how many there are, as in ``2xH100``; without a number, as many as are needed.
-
-    Raises:
-        PlanError: The kind is not known, or the number is 0.
-    """
-    found = _COUNTED.fullmatch(text)
-    count, name = found.groups() if found else (None, text)
-    kind = next((gpu for gpu in known_gpus() if gpu.is_called(name)), None)
-    if kind is None:
-        known = ", ".join(gpu.name for gpu in known_gpus())
-        raise PlanError(f"--gpus {text}: no such kind of GPU; known are {known}. Write 2xH100 for two of them")
-    if count is not None and int(count) == 0:
-        raise PlanError(f"--gpus {text}: at least one GPU is needed; leave the number out for as many as are needed")
-    return kind, None if count is None else int(count)
-
-
-def parse_all_gpus(text: str) -> dict[GpuKind, int | None]:
-    """Read several kinds of GPU, as in ``2xA100,4xL4``.
-
-    Raises:
-        PlanError: One is not known, or named twice.
-    """
-    found: dict[GpuKind, int | None] = {}
-    for part in text.split(","):
-        kind, count = parse_gpus(part)
-        if kind in found:
-            raise PlanError(f"--gpus {text}: {kind.name} is named twice; write how many there are in all")
-        found[kind] = count
-    return found
 
 
 def read_prices(path: Path = PRICES) -> Prices:
@@ -132,5 +107,6 @@ def read_prices(path: Path = PRICES) -> Prices:
         raise PlanError(f"{path}: not JSON: {error}") from error
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """Return a GPU's name without what people write in different ways: case, spaces and hyphens."""
     return re.sub(r"[\s_-]", "", name).lower()

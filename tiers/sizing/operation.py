@@ -16,13 +16,30 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
 from tiers.sizing.capacity import Demand, between_ms
 from tiers.sizing.fleet import EngineType, Fleet, Load, cheapest
 from tiers.spec import PRECISIONS, TierName
+from tiers.speed import Load as Busy
+from tiers.speed import SpeedModel
 
-Policy = Callable[[float, float], float]
-"""The largest loss allowed, by the policy's loss budget and the share of the highest precision's slots that is taken."""
+if TYPE_CHECKING:
+    from tiers.sizing.capacity import Pace
+
+
+class Policy(NamedTuple):
+    """How a tier is chosen.
+
+    Attributes:
+        allowed: Returns the largest loss allowed, by the policy's loss budget and the share of the highest precision's slots
+            that is taken.
+        latest_unnoticed_ms: Returns the latest finish that counts as soon as the soonest one; None: only engine time counts.
+    """
+
+    allowed: Callable[[float, float], float]
+    latest_unnoticed_ms: Callable[[float], float] | None
+
 
 ARRIVALS = 4000  # of a part of the day, where tiers share it
 TURNS = 4  # of all sequences, until the fleet is as full as it stays
@@ -38,7 +55,9 @@ class _Station:
     tokens: int
     between: Callable[[int], float]
     step: Callable[[int], float]
+    ends_per_s: Callable[[int], float]  # how many of all its sequences end in a second, on machines of its own
     cost: Callable[[int], float]  # engine time of one more request
+    finish_ms: Callable[[int], float]  # from its arrival, of a request that makes the sequences so many
     now: int = 0  # sequences
     busy: float = 0.0  # sequences * seconds
     admitted: float = 0
@@ -52,6 +71,11 @@ class _Station:
     def each(self) -> int:
         """Return the sequences of one engine; not less than one."""
         return max(-(-self.now // self.count), 1)
+
+    @property
+    def finish_of_next_ms(self) -> float:
+        """Return when one more request would have its whole answer."""
+        return self.finish_ms(self.now // self.count + 1)
 
 
 @dataclass(slots=True)
@@ -153,10 +177,14 @@ class _Chain:
     def __init__(self, fleet: Fleet, load: Load, stations: Sequence[_Station], policy: Policy) -> None:
         self.stations, self.queue, self.measured = stations, deque[Hashable](), False
         self.seen = _Seen()
-        self._load, self._policy, self._budget = load, policy, fleet.loss_budget
+        self._load = load
+        self._policy = policy
         self._shared = not stations[0].engine.gpu
         self._tiers = sorted({s.engine.tier for s in stations}, key=tuple(PRECISIONS).index)
         self._highest = [s for s in stations if s.engine.tier is self._tiers[-1]]
+        self._highest_slots = sum(station.slots for station in self._highest)
+        self._most_allowed = policy.allowed(fleet.loss_budget, 1.0)
+        self._allowed_when_taken = cache(lambda taken: policy.allowed(fleet.loss_budget, taken / self._highest_slots))
 
     def fill(self, rate: float) -> int:
         """Begin about as full as the fleet will be: the highest precision serves what it can. Return the sequences."""
@@ -168,8 +196,11 @@ class _Chain:
 
     def ends(self) -> list[float]:
         """Return how many sequences of each station end in a second."""
-        busy = sum(station.now > 0 for station in self.stations) if self._shared else 1
-        return [1000 * s.now / (s.tokens * s.between(s.each)) / max(busy, 1) for s in self.stations]
+        rates = [station.ends_per_s(station.now) for station in self.stations]
+        if not self._shared:
+            return rates
+        busy = max(sum(station.now > 0 for station in self.stations), 1)
+        return [rate / busy for rate in rates]
 
     def arrive(self, kind: Hashable) -> None:
         """Admit a request, or let it wait."""
@@ -199,14 +230,16 @@ class _Chain:
 
     def _choose(self, kind: Hashable, free: dict[TierName, _Station], there: int) -> TierName:
         """Choose as ``router.policy.decide`` does."""
-        tiers = [tier for tier in self._tiers if tier in free]
-        loss = {tier: self._load.loss[tier][kind] for tier in tiers}
-        taken, slots = sum(s.now for s in self._highest), sum(s.slots for s in self._highest)
-        fit = [tier for tier in tiers if loss[tier] <= self._policy(self._budget, 1.0)]
+        loss = {tier: self._load.loss[tier][kind] for tier in self._tiers if tier in free}
+        fit = [tier for tier in loss if loss[tier] <= self._most_allowed]
         if not fit:
-            return tiers[-1]
-        allowed = self._policy(self._budget, taken / slots)
+            return list(loss)[-1]
+        allowed = self._allowed_when_taken(sum(station.now for station in self._highest))
         good = [tier for tier in fit if loss[tier] <= allowed] or [min(fit, key=lambda tier: loss[tier])]
+        if self._policy.latest_unnoticed_ms is not None:
+            finish_ms = {tier: free[tier].finish_of_next_ms for tier in good}
+            latest_ms = self._policy.latest_unnoticed_ms(min(finish_ms.values()))
+            good = [tier for tier in good if finish_ms[tier] <= latest_ms]
         return min(good, key=lambda tier: free[tier].cost(min(there, free[tier].engine.plan.batch)))
 
 
@@ -216,7 +249,24 @@ def _station(engine: EngineType, count: int, demand: Demand) -> _Station:
     prefill, tokens = pace.prefill_ms_per_token * demand.prompt_tokens, demand.output_tokens
     step = cache(pace.step_ms)
     between = cache(lambda n: between_ms(pace, demand, n))
-    return _Station(engine, count, tokens, between, step, cache(lambda n: prefill + tokens * step(n) / n))
+    return _Station(
+        engine=engine,
+        count=count,
+        tokens=tokens,
+        between=between,
+        step=step,
+        ends_per_s=cache(lambda n: 1000 * n / (tokens * between(max(-(-n // count), 1)))),
+        cost=cache(lambda n: prefill + tokens * step(n) / n),
+        finish_ms=cache(lambda n: _finish_ms(pace, demand, n)),
+    )
+
+
+def _finish_ms(pace: Pace, demand: Demand, sequences: int) -> float:
+    """Return when the router expects a request to have its whole answer, on an engine with so many sequences then."""
+    if isinstance(pace, SpeedModel):
+        times = pace.times(demand.prompt_tokens, Busy(sequences - 1), demand.max_num_seqs, output_share=1.0)
+        return times.ttft_ms + (demand.output_tokens - 1) * times.tpot_ms
+    return pace.prefill_ms_per_token * demand.prompt_tokens + demand.output_tokens * pace.step_ms(sequences)
 
 
 def _sums(chain: _Chain, demand: Demand, now: float, waited: float) -> _Seen:

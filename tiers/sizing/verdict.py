@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from rich.table import Table
@@ -86,13 +88,34 @@ def tiers_of(fleet: Fleet) -> dict[str, dict[str, int]]:
     return found
 
 
-def settings_for(fleet: Fleet, verdict: str) -> str:
+@dataclass(frozen=True, slots=True)
+class WrittenSettings:
+    """What a plan was made for besides the load, and engines need as settings.
+
+    Attributes:
+        model: A folder or an id; None: the default model, or not known.
+        context: Tokens of the longest request, as asked for; None: the tiers keep theirs.
+        kv_cache_dtype: Of the KV cache; None: the engines' own.
+    """
+
+    model: str | None = None
+    context: int | None = None
+    kv_cache_dtype: str | None = None
+
+
+def settings_for(fleet: Fleet, verdict: str, written: WrittenSettings) -> str:
     """Return the tiers as settings that ``qarr up`` takes, and the loss budget by which the router uses them so."""
     lines = [f"# {verdict}", "[policy]", f"loss_budget = {fleet.loss_budget:g}"]
+    if written.model is not None:
+        lines += ["[model]", f"name = {json.dumps(written.model, ensure_ascii=False)}"]
+    if written.kv_cache_dtype is not None:
+        lines += ["[engine]", f'extra_args = ["--kv-cache-dtype", "{written.kv_cache_dtype}"]']
     for tier, settings in tiers_of(fleet).items():
         on = ", ".join(engine.gpu for engine, _ in fleet.counts if engine.tier == tier and engine.gpu)
         lines += [f"[tiers.{tier}]" + (f"  # on {on}" if on else "")]
         lines += [f"{name} = {value}" for name, value in settings.items()]
+        if written.context is not None and settings["replicas"]:
+            lines += [f"max_model_len = {written.context}"]
     return "\n".join(lines) + "\n"
 
 

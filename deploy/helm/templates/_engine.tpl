@@ -25,6 +25,8 @@
 {{- with $root.Values.model.toolParser }}
 - --enable-auto-tool-choice
 - --tool-call-parser={{ . }}
+# Arguments follow their schema also where callers do not set "strict", as SDKs do not.
+- --tool-strict-level=parameter
 {{- end }}
 {{- with $root.Values.model.reasoningParser }}
 - --reasoning-parser={{ . }}

@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
-from router.auth.api_keys import KeysError, read_keys
-from router.cli.client import authorization, own_url, trusted, why_unauthorized
-from router.deployment.layout import prepare_options, tier_spec
+from router.auth.api_keys import KeysError, read_key_file
+from router.cli.client import authorization, engine_version, own_url, trusted, why_unauthorized
+from router.deployment.layout import engine_args, prepare_options, tier_spec
 from router.deployment.listening import ListenError, open_keys
 from router.section import PROJECT
 from router.settings import Settings
@@ -29,10 +29,12 @@ from tiers.checkpoints.checkpoint import Checkpoint, check_whole, identity
 from tiers.checkpoints.precision import checkpoint_precision
 from tiers.checkpoints.prepare import finished
 from tiers.errors import CheckpointError, PortInUseError
+from tiers.kernels import InstructionSet, choose_kernel, describe_kernel
 from tiers.lifecycle.process import check_port_free
 from tiers.plan import GIB, cpu_flags, read_machine
 from tiers.preparing import Preparing
-from tiers.spec import TierName
+from tiers.simulated.demo import simulated_precision
+from tiers.spec import PRECISIONS, TierName, TierSpec
 
 LITTLE_DISK, SCANT_DISK = 2 * GIB, 10 * GIB
 FP8_COMPUTE, BF16_COMPUTE = 8.9, 8.0
@@ -107,6 +109,19 @@ def judge_choice(tiers: Sequence[str]) -> Finding:
     return ok(", ".join(tiers) + alone * (len(tiers) == 1), "tiers")
 
 
+def local_checkpoints(context: CheckContext) -> tuple[list[TierSpec], dict[TierName, Checkpoint]]:
+    """Return the tiers that have engines here, with their checkpoints, and the checkpoints that were made here."""
+    settings = context.settings
+    try:
+        made = {checkpoint.tier: checkpoint for checkpoint in finished(prepare_options(settings))}
+    except CheckpointError:  # the calibration file cannot be read: without it no checkpoint can be told by its recipe
+        made = {}
+    specs = [
+        tier_spec(name, settings.tiers.of(name), made, engine_args(settings, name)) for name in local_tiers(context)
+    ]
+    return specs, made
+
+
 def gpu(context: CheckContext) -> Iterator[Finding]:
     if shutil.which("nvidia-smi") is None:
         if local_tiers(context) and "avx2" not in cpu_flags():
@@ -141,6 +156,30 @@ def judge_gpu(parts: list[str]) -> Finding:
     return ok(found)
 
 
+def kernels(context: CheckContext) -> Iterator[Finding]:
+    """Say what will compute each tier's layers here."""
+    if not local_tiers(context):
+        yield ok("none needed: every tier runs elsewhere")
+        return
+    machine = read_machine()
+    if machine.gpus:
+        yield ok("vLLM chooses them by the GPU")
+    elif machine.instructions is not None:  # else no engine can run here, which the check of the GPU says
+        specs, made = local_checkpoints(context)
+        yield ok("; ".join(_kernel_of(spec, made.get(spec.name), machine.instructions) for spec in specs))
+
+
+def _kernel_of(spec: TierSpec, made: Checkpoint | None, instructions: InstructionSet) -> str:
+    """Return a tier's name, and in words what will compute it."""
+    if spec.checkpoint is None:
+        return f"{spec.name}: {describe_kernel(PRECISIONS[spec.name], instructions)}"
+    described = f"{spec.name}: {describe_kernel(spec.precision, instructions)}"
+    is_as_made = made is not None and made.path == spec.checkpoint and spec.precision == PRECISIONS[spec.name]
+    if is_as_made or not choose_kernel(spec.precision, instructions).is_of_qarr:
+        return described
+    return f"{described}, or vLLM's for layers that it does not take"
+
+
 def disk(context: CheckContext) -> Iterator[Finding]:
     seen: set[int] = set()
     model, engine = context.settings.model, context.settings.engine
@@ -167,7 +206,8 @@ def keys(context: CheckContext) -> Iterator[Finding]:
     path = context.settings.auth.keys_file
     try:
         open_keys(context.settings)
-        found = [record for record in read_keys(path) if record.revoked is None]
+        file = read_key_file(path)
+        found = [record for record in file.keys if record.revoked is None]
         mode = path.stat().st_mode if path.exists() else 0
     except (OSError, KeysError, ListenError) as error:
         yield problem(str(error), "until then the router does not start")
@@ -178,8 +218,11 @@ def keys(context: CheckContext) -> Iterator[Finding]:
     elif mode & OPEN_TO_OTHERS:
         text = f"{counted}; {path} is open to other users (mode {stat.S_IMODE(mode):o})"
         yield warning(text, f"chmod 600 {path}")
+    elif file.is_off:
+        yield ok(f"none needed ('qarr keys on' needs them again): {counted} ({path})")
     elif not found:
-        yield warning(f"{path} has no key in force: nobody is served", "make one with 'qarr keys add NAME'")
+        remedy = "make one with 'qarr keys add NAME', or serve without: 'qarr keys off'"
+        yield warning(f"{path} has no key in force: nobody is served", remedy)
     else:
         yield ok(f"{counted} ({path})")
 
@@ -208,22 +251,18 @@ def engine_environment(context: CheckContext) -> Iterator[Finding]:
 
 
 def checkpoints(context: CheckContext) -> Iterator[Finding]:
-    settings, wanted = context.settings, local_tiers(context)
-    if not wanted:
+    specs, made = local_checkpoints(context)
+    if not specs:
         yield ok("none needed: every tier runs elsewhere")
         return
-    try:
-        made = {checkpoint.tier: checkpoint for checkpoint in finished(prepare_options(settings))}
-    except CheckpointError:  # the calibration file cannot be read: without it no checkpoint can be told by its recipe
-        made = {}
-    folders = {name: tier_spec(name, settings.tiers.of(name), made).checkpoint for name in wanted}
-    if missing := [name for name, folder in folders.items() if folder is None]:
+    if missing := [spec.name for spec in specs if spec.checkpoint is None]:
         then = "'qarr model prepare' makes them, 'qarr up' as well (some minutes)"
-        yield warning(f"{', '.join(missing)} of {settings.model.name} not made yet", then)
-    for name, folder in folders.items():
-        if folder is not None:
-            own = made.get(name)
-            yield judge_checkpoint(name, folder, own if own and own.path == folder else None)
+        yield warning(f"{', '.join(missing)} of {context.settings.model.name} not made yet", then)
+    for spec in specs:
+        if spec.checkpoint is not None:
+            own = made.get(spec.name)
+            is_own = own is not None and own.path == spec.checkpoint
+            yield judge_checkpoint(spec.name, spec.checkpoint, own if is_own else None)
 
 
 def judge_checkpoint(name: TierName, folder: Path, made: Checkpoint | None) -> Finding:
@@ -329,7 +368,11 @@ def running_router(context: CheckContext) -> Iterator[Finding]:
         )
         return
     if alive.status_code != httpx.codes.OK:
-        yield problem(f"{url} is no router: HTTP {alive.status_code}", "give the router's address with --url")
+        version = engine_version(lambda path: _get(context, path))
+        what = (
+            f"no router: HTTP {alive.status_code}" if version is None else f"an engine (vLLM {version}), not a router"
+        )
+        yield problem(f"{url} is {what}", "give the router's address with --url")
         return
     ready = _get(context, "/readyz")
     if ready is None or ready.status_code != httpx.codes.OK:
@@ -346,10 +389,9 @@ def running_router(context: CheckContext) -> Iterator[Finding]:
         yield judge_choice(there)
     yield from judge_fleet(fleet.json())
     profiling = fleet.json()["profiling"]
-    yield judge_profiling(profiling)
+    yield ok("nothing: its engines are simulated", "measuring") if is_demo(fleet.json()) else judge_profiling(profiling)
     for tier, why in profiling["pointless"].items():
-        found, _, then = why.partition(": ")
-        yield warning(found, then, f"tier {tier}")
+        yield ok(why, f"tier {tier}")
 
 
 def judge_fleet(fleet: dict[str, Any]) -> Iterator[Finding]:
@@ -374,6 +416,15 @@ def judge_fleet(fleet: dict[str, Any]) -> Iterator[Finding]:
             else:
                 then = f"{logs}', correct the cause, then 'qarr tiers restart {replica['id']}'"
                 yield problem(found, then, name)
+
+
+def is_demo(fleet: dict[str, Any]) -> bool:
+    """Tell whether a router is that of ``qarr demo``: no measurement says anything of simulated engines."""
+    tiers = {tier["tier"]: tier.get("precision") or "" for tier in fleet["tiers"]}
+    return bool(tiers) and all(
+        name in PRECISIONS and precision.startswith(simulated_precision(TierName(name)))
+        for name, precision in tiers.items()
+    )
 
 
 def judge_profiling(profiling: dict[str, Any]) -> Finding:
@@ -420,6 +471,7 @@ def _get(context: CheckContext, path: str) -> httpx.Response | None:
 CHECKS: tuple[tuple[str, str, Callable[[CheckContext], Iterable[Finding]]], ...] = (
     ("settings", "tiers", served_tiers),
     ("machine", "GPU", gpu),
+    ("machine", "kernels", kernels),
     ("machine", "disk", disk),
     ("files", "keys", keys),
     ("files", "engine environment", engine_environment),

@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from router.cli.client import KeyOption, UrlOption
-from router.cli.common import ConfigOption, output
+from router.cli.common import ConfigOption, output, plural
 from router.cli.doctor.checks import CHECKS, CheckContext, Finding, Health, ok, problem, warning
 from router.section import SettingsError
 from router.settings import load_settings
@@ -48,7 +48,7 @@ def doctor(
         typer.echo(json.dumps({"problems": problems, "warnings": warnings, "checks": checks}, indent=2))
     else:
         worst = Health.PROBLEM if problems else Health.WARNING if warnings else Health.OK
-        counted = f"{len(findings)} checks: {problems} problems, {warnings} warnings"
+        counted = f"{plural(len(findings), 'check')}: {plural(problems, 'problem')}, {plural(warnings, 'warning')}"
         console.print(Text(counted, style=SHADES[worst]))
     if problems:
         raise typer.Exit(1)

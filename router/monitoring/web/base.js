@@ -80,17 +80,28 @@ const count = (value) => (known(value) ? whole.format(value) : NONE);
 const rate = (value) => (known(value) ? fixed(value, value < 99.95 ? 1 : 0) : NONE);
 const percent = (share, digits = 0) => (known(share) ? `${fixed(share * 100, digits)} %` : NONE);
 
-/** A share of answers for people: 1 in 20. */
-function loss(share) {
-  if (!known(share)) return NONE;
-  if (share < 0.001) return share === 0 ? "none" : "under 1 in 1,000";
-  return share > 0.4 ? `${Math.min(Math.round(share * 10), 10)} in 10` : `1 in ${count(Math.round(1 / share))}`;
+/** A share of answers for people, without its unit: the 2.1 of "2.1 of 100". */
+function of100(share) {
+  const answers = share * 100;
+  if (answers === 0) return "none";
+  if (answers < 0.01) return "under 0.01";
+  return fixed(answers, answers < 0.1 ? 2 : answers < 9.95 ? 1 : 0);
 }
 
-/** The interval of such a share, and how many measured answers it rests on. */
-function lossBasis(low, high, answers) {
-  const within = low < 0.001 ? `≤ ${loss(high)}` : high > 0.4 ? `${loss(low)} to ${loss(high)}` : `1 in ${count(Math.round(1 / high))}–${count(Math.round(1 / low))}`;
-  return el("small", { title: answers ? `95 % interval of what is published, and ${plural(answers, "answer")} measured` : "95 % interval of what is published" }, ` ${within}, ${answers ? `of ${plural(answers, "answer")}` : "published"}`);
+/** A share of answers for people: 2.1 of 100. */
+const loss = (share) => (known(share) ? `${of100(share)} of 100` : NONE);
+
+const LOSS_SOURCES = {
+  measured: (answers) => `measured on ${plural(answers, "answer")}`,
+  published: (answers) => `published for models of this size${tooFew(answers)}`,
+  estimated: (answers) => `estimated from what is published for other models${tooFew(answers)}`,
+};
+const tooFew = (answers) => (answers ? `; ${plural(answers, "answer")} here do not tell more yet` : "");
+
+/** The interval of such a share, and what it rests on. */
+function lossBasis(low, high, answers, source) {
+  const within = low < 0.0001 ? `up to ${loss(high)}` : `${of100(low)} to ${loss(high)}`;
+  return el("small", { title: `90 % interval, ${LOSS_SOURCES[source]?.(answers) ?? ""}` }, ` ${within}, ${source}`);
 }
 
 const cost = (seconds) => (known(seconds) ? `${fixed(seconds, seconds < 10 ? 2 : 1)} s` : NONE);

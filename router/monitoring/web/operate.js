@@ -54,7 +54,7 @@ function tellEnds(found) {
 
 const RIGHTS = {
   unknown: "",
-  cli: "This router needs no keys, so replicas are operated on from its machine's command line, and not from web pages. To do it here, make a key with: qarr keys add NAME --admin",
+  cli: "This router needs no keys, so replicas are operated on from its machine's command line, and not from web pages. To do it here, make a key with: qarr keys add NAME --admin. From then on every request needs a key, this page too; qarr keys off ends that.",
   look: "This key sees its own requests, and may not operate on replicas.",
   admin: "This key may operate on replicas.",
   none: "Replicas are not operated on by this router.",
@@ -92,10 +92,17 @@ function operate(area, replica) {
   if (focused) (area.querySelector(`[data-kind="${focused}"]`) ?? area.querySelector("button"))?.focus();
 }
 
+/** The warning that nobody is served without this replica; empty where others serve, or where it goes on. */
+function lastOne(kind, replica) {
+  const others = fleet.tiers.flatMap((tier) => tier.replicas).filter((r) => r.state === "ready" && r.id !== replica.id);
+  const stops = ["drain", "restart"].includes(kind) && replica.state === "ready";
+  return stops && !others.length ? " No other replica of any tier is ready: every request will get 503." : "";
+}
+
 function confirmOperation(kind, replica) {
   const dialog = byId("confirm");
   put(byId("confirm-title"), `${kind[0].toUpperCase()}${kind.slice(1)} ${replica.id}?`);
-  put(byId("confirm-text"), `${KINDS[kind]} It has ${plural(replica.in_flight, "request")} in flight.`);
+  put(byId("confirm-text"), `${KINDS[kind]} It has ${plural(replica.in_flight, "request")} in flight.${lastOne(kind, replica)}`);
   byId("confirm-problem").replaceChildren();
   put(byId("confirm-do"), `${kind[0].toUpperCase()}${kind.slice(1)}`);
   byId("confirm-do").onclick = async () => {

@@ -38,7 +38,7 @@ function showPolicy(policy) {
   const measured = tiers.some((t) => classes.some((c) => Object.values(losses[t][c]).some((l) => l.answers)));
   area.dataset.shown = "true";
   area.replaceChildren(...[
-    ...Object.values(policy.pointless).map((why) => el("p", { class: "pointless" }, `! ${why}`)),
+    ...Object.values(policy.pointless).map((why) => el("p", { class: "pointless" }, why)),
     ...(measured || !tiers.length ? [] : unmeasured()),
     tiers.length ? lossTable(policy, classes, tiers) : el("p", {}, "The highest precision is the only one."),
     policy.live.length ? liveTable(policy.live) : null,
@@ -58,7 +58,7 @@ function unmeasured() {
 function lossTable({ losses, negligible_loss, max_loss }, classes, tiers) {
   const cell = (tier, kind, complexity) => {
     const found = losses[tier][kind][complexity], over = found.mean > (max_loss[kind] ?? 1);
-    return el("td", { class: over ? "num over" : "num" }, found.mean <= negligible_loss ? el("span", { title: "As good as the highest precision" }, "✓ ") : null, loss(found.mean), over ? " over the cap" : "", lossBasis(found.low, found.high, found.answers));
+    return el("td", { class: over ? "num over" : "num" }, found.mean <= negligible_loss ? el("span", { title: "As good as the highest precision" }, "✓ ") : null, loss(found.mean), over ? " over the cap" : "", lossBasis(found.low, found.high, found.answers, found.source));
   };
   const head = (kind) => el("tr", {}, el("th", { scope: "rowgroup", class: "kind", colspan: 1 + tiers.length }, kind.replaceAll("_", " "), known(max_loss[kind]) ? el("small", {}, ` cap ${loss(max_loss[kind])}`) : null));
   const row = (kind, complexity) => el("tr", {}, el("th", { scope: "row" }, complexity), tiers.map((t) => cell(t, kind, complexity)));

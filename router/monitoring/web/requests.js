@@ -4,9 +4,12 @@ const KEPT = 200; // besides those that went badly
 const MOST_KEPT = 1000;
 const SHOWN = 60;
 const TOUCH_HOLDS_MS = 5_000;
+const SHOWN_EVERY_MS = 250; // under load the list would move faster than anybody reads
 let records = []; // newest first
 let held = null; // what is shown while the list is held
 let pinned = false;
+let shownAt = 0;
+let showing = false;
 
 const recordKey = (r) => `${r.at}|${r.request_id}|${r.trace_id}`; // callers choose ids
 const FILTERS = {
@@ -28,7 +31,24 @@ function addRecords(added) {
   let good = 0;
   records = [...fresh, ...records].sort((a, b) => ended(b) - ended(a))
     .filter((r) => r.outcome !== "ok" || FILTERS.missed(r) || ++good <= KEPT).slice(0, MOST_KEPT);
-  showRequests();
+  showSoon();
+}
+
+/** Show new records: at once after a quiet time, else together with those that come meanwhile. */
+function showSoon() {
+  if (showing) return;
+  showing = true;
+  setTimeout(() => {
+    showing = false;
+    shownAt = performance.now();
+    showRequests();
+  }, Math.max(0, shownAt + SHOWN_EVERY_MS - performance.now()));
+}
+
+/** The newest record of a request that was decided in the window; null: there is none. */
+function lastDecision() {
+  const newest = records.find((r) => r.tier);
+  return newest && fleet.at - ended(newest) < fleet.window_s ? newest : null;
 }
 
 /** Forget what was listed. */
@@ -122,7 +142,7 @@ function makeRequest(r) {
     cell("at", "Ended", open),
     cell("class", "Class", r.class.replaceAll("_", " "), doubtful ? "?" : "", complexity ? el("small", {}, ` ${complexity}`) : null),
     cell("which", "Tier", tierCell(r)),
-    cell("why", "Reason", el("span", { class: "clip", title: r.reason }, [...detours(r), why].join(" · "))),
+    cell("why", "Reason", el("span", { title: r.reason }, [...detours(r), why].join(" · "))),
     cell("num tokens", "Tokens", `${count(r.prompt_tokens)} → ${count(r.output_tokens)}`),
     ...(speed ? [el("td", { role: "cell", class: "num speed", colspan: "2", "aria-colspan": "2", title: "not streamed: the answer came as a whole" }, speed)]
       : [cell("num", "TTFT", duration(r.ttft_ms)), cell("num tpot", "TPOT", duration(r.tpot_ms))]),
@@ -148,6 +168,8 @@ function showInFlight({ in_flight, in_flight_total }) {
       put(stage, `${STAGES[r.state] ?? r.state} · ${plural(r.state === "decode" ? r.output_tokens : r.prompt_tokens, "token")}`);
       put(age, duration(r.age_ms));
     });
+  const list = byId("flight-list"); // it keeps the height that it once had: what stands below does not jump
+  list.style.minHeight = `${Math.max(list.offsetHeight, parseFloat(list.style.minHeight) || 0)}px`;
   put(byId("flight-count"), in_flight_total ? count(in_flight_total) : "none");
   const more = in_flight_total - Math.min(in_flight.length, LISTED);
   put(byId("flight-more"), more > 0 ? `and ${count(more)} more` : "");

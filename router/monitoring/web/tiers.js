@@ -2,6 +2,7 @@
 
 const LEAST_SECONDS = 30;
 const MOST_SECONDS = 180;
+const IDLE_TEXT_MS = 10_000; // so that it can be read, however many requests there are
 const rows = new Map();
 let fleet = null;
 
@@ -10,7 +11,9 @@ function showFleet(next) {
   const before = fleet;
   fleet = next;
   put(byId("model"), next.model);
-  put(byId("machine"), next.machine);
+  put(byId("machine"), next.machine && !startedHere(next) ? `router on ${next.machine}` : next.machine);
+  put(byId("notice"), next.notice ?? "");
+  byId("notice").hidden = !next.notice;
   put(byId("version"), next.version);
   put(byId("window"), `last ${next.window_s} s`);
   byId("live-empty").hidden = next.tiers.length > 0;
@@ -22,6 +25,11 @@ function showFleet(next) {
   showMeasuring(next.profiling);
   showTitle(next);
   if (before) tellChanges(before, next);
+}
+
+/** Tell whether engines run on the router's machine, as far as this key may know: the machine is told as theirs. */
+function startedHere({ scope, tiers }) {
+  return scope === "own" || tiers.some((tier) => tier.checkpoint || tier.preparing);
 }
 
 /** Leave a gap in what is drawn over time: nothing was heard. */
@@ -137,6 +145,7 @@ class TierRow {
     this.coming = { step: el("p", { class: "clip" }), left: el("p"), bar: el("div") };
     this.comingNode = el("div", { class: "coming", hidden: true }, Object.values(this.coming));
     this.idle = el("span", { class: "idle" }, "idle");
+    this.idleText = "idle";
     this.lane = el("canvas", { class: `lane ${tierClass(tier)}`, "aria-hidden": "true" });
     this.figures = {
       load: figure("In flight", "Requests on the engine, and how many it takes at once"),
@@ -184,6 +193,7 @@ class TierRow {
     const inFlight = sum(tier.replicas, placesTaken);
     const limit = sum(tier.replicas, (r) => r.limit ?? tier.max_in_flight);
     this.idle.hidden = inFlight > 0 || tier.state !== "ready";
+    this.#showIdle(tier);
     put(load.value, count(inFlight));
     put(load.more, ` of ${count(limit)}`);
     bar(load.below, limit ? inFlight / limit : 0);
@@ -204,6 +214,18 @@ class TierRow {
     this.#showComing(tier.preparing, tier.state);
     this.#showReplicas(tier);
     this.marks.update(in_flight.filter((r) => r.tier === tier.tier));
+  }
+
+  /** Say why no request came here in the whole window, if others got some: the verdict of the last decision, for a while. */
+  #showIdle({ tier, requests }) {
+    const last = requests ? null : lastDecision();
+    const against = last?.tiers.find((each) => each.tier === tier && each.tier !== last.tier)?.verdict;
+    if (!against) this.idleText = "idle";
+    else if (this.idleText === "idle" || performance.now() - this.idleSince > IDLE_TEXT_MS) {
+      this.idleText = `idle; for the last prompt: ${against}`;
+      this.idleSince = performance.now();
+    }
+    put(this.idle, this.idleText);
   }
 
   /** Say on the lane what the tier needs before it serves for the first time; there are no requests on it yet. */

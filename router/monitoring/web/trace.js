@@ -49,7 +49,8 @@ function facts(r) {
 }
 
 const BASES = {
-  hint: "the caller's hint", sort: "what the caller sorts tiers by", least_loss: "the least loss", negligible: "engine time, among tiers that are as good", budget: "engine time, within the loss budget",
+  hint: "the caller's hint", sort: "what the caller sorts tiers by", least_loss: "the least loss", negligible: "the soonest finish, among tiers that are as good", budget: "the soonest finish, within the loss budget",
+  small_talk: "small talk: the lowest precision will do",
   degraded_quality: "what was possible: quality gave way", degraded_latency: "what was possible: latency gave way",
   degraded_unmeasured: "what was possible: a bound is not known to be kept", refused: "refusal",
 };
@@ -65,7 +66,7 @@ function verdictTable(tiers, chosen) {
       el("th", { role: "rowheader", scope: "row" }, tierName(t.tier), t.state === "ready" ? null : el("span", { class: "muted" }, ` ${t.state}`)),
       cell("num", duration(t.predicted_ttft_ms)),
       cell("num", duration(t.predicted_tpot_ms)),
-      cell("num", loss(t.expected_loss), interval[1] > 0 ? lossBasis(...interval, t.loss_answers) : null),
+      cell("num", loss(t.expected_loss), interval[1] > 0 ? lossBasis(...interval, t.loss_answers, t.loss_source) : null),
       cell("num", cost(t.cost)),
       cell("verdict", t.tier === chosen ? `✓ ${t.verdict}` : t.verdict));
   };
@@ -137,8 +138,15 @@ function spanItem(span, depth, total) {
     span.events.length > events.length ? el("p", { class: "muted" }, `and ${span.events.length - events.length} more events`) : null);
 }
 
-const attribute = ([name, value]) =>
-  el("div", {}, el("dt", {}, name), el("dd", {}, typeof value === "object" ? JSON.stringify(value) : String(value)));
+const LOSSES = /\b(expected_loss|expected_loss_high|loss\.expected|max_quality_loss)$/; // shares, on spans
+
+const attribute = ([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, attributeText(name, value)));
+
+/** A span's attribute for people; losses as everywhere else on the page. */
+function attributeText(name, value) {
+  if (LOSSES.test(name) && typeof value === "number") return loss(value);
+  return typeof value === "object" ? JSON.stringify(value) : String(value);
+}
 
 function eventRow(event, depth, total) {
   const tick = el("i", { class: "tick" });

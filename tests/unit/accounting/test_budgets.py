@@ -21,8 +21,8 @@ from router.auth.api_keys import MICRO, Account, add_key, read_keys, set_team
 from router.telemetry.record import Cost, Outcome
 from tests.conftest import RedisServer
 from tests.fakes.engine import Behaviour
-from tests.unit.own_engines import until
 from tests.unit.router_stack import Stack, events, router_stack
+from tests.waiting import until
 from tiers.spec import TierName
 
 pytestmark = pytest.mark.anyio
@@ -115,7 +115,8 @@ async def test_over_budget_is_a_clear_429(tmp_path: Path) -> None:
             "of": "this key", "name": "engine_seconds_per_day", "limit": 1.0, "used": 0.999999,
             "renews": f"{midnight:%Y-%m-%dT%H:%M:%SZ}",
         }  # fmt: skip
-        assert "1 engine-seconds a day" in told["detail"]
+        assert told["title"] == "A budget has too little left"
+        assert "1 engine-seconds a day, has 0.000001 left, and this request may need 0." in told["detail"]
         before = len(at.stacks[0].engines[TierName.FAST].requests)
         chat = {"model": "auto", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 20}
         openai = await at.ask("ann", path="/v1/chat/completions", **chat)

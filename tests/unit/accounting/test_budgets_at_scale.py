@@ -21,7 +21,12 @@ def test_two_processes_keep_budgets_to_the_millionth(kind: str, redis_server: Re
     redis = ["--redis", redis_server.url] if kind == "redis" else []
     command = [sys.executable, str(PROJECT / "benchmarks/budgets.py"), "--requests", "4000", *redis]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(PROJECT)}
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+        timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)

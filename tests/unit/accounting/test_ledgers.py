@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from router.accounting.budgets import Hold, Periods
+from router.accounting.budgets import LEASE_S, Hold, Periods
 from router.accounting.database import Database
-from router.accounting.ledgers import LEASE_S, BudgetLedger, MemoryLedger, RedisLedger, SqliteLedger, _name
+from router.accounting.ledgers import BudgetLedger, MemoryLedger, SqliteLedger
+from router.accounting.redis_ledger import RedisLedger, _key
 from router.auth.api_keys import Account, Budget, Limit
 from router.telemetry.record import Cost
 from tests.conftest import RedisServer
@@ -105,10 +106,10 @@ async def test_reservations_of_dead_routers_end_in_redis(redis_server: RedisServ
     await ledger.reserve(dead)
     assert (await ledger.reserve(hold(own))).denied == (own, own.limits[0])
     redis = Redis.from_url(redis_server.url)
-    await redis.zadd(_name("ends", own.id), {dead.id: 1})
+    await redis.zadd(_key("ends", own.id), {dead.id: 1})
     assert (await ledger.used([own.id], DAY))[own.id, DAY.day] == Cost(0, 0)
     assert (await ledger.reserve(hold(own, engine=10))).denied is None
-    assert await redis.hlen(_name("held", own.id)) == 1
+    assert await redis.hlen(_key("held", own.id)) == 1
     await redis.aclose()
     await ledger.aclose()
 

@@ -17,6 +17,7 @@ import pytest
 from redis.asyncio import Redis
 
 from router.accounting.budgets import (
+    LEASE_S,
     BudgetUnknownError,
     Hold,
     NoPriceError,
@@ -26,14 +27,15 @@ from router.accounting.budgets import (
     renews_at,
 )
 from router.accounting.database import Database
-from router.accounting.ledgers import LEASE_S, BudgetLedger, MemoryLedger, RedisLedger, SqliteLedger
+from router.accounting.ledgers import BudgetLedger, MemoryLedger, SqliteLedger
+from router.accounting.redis_ledger import RedisLedger
 from router.accounting.reservations import Reservation, Reservations
 from router.accounting.settings import BudgetSettings
 from router.auth.api_keys import Account, Budget, Caller
 from router.telemetry.record import Cost
 from tests.conftest import RedisServer
 from tests.unit.accounting.test_ledgers import DAY, Clock
-from tests.unit.own_engines import until
+from tests.waiting import until, within
 
 pytestmark = pytest.mark.anyio
 NOON = timegm((2026, 11, 30, 12, 0, 0))
@@ -122,7 +124,7 @@ class SlowLedger(MemoryLedger):
 
     async def reserve(self, hold: Hold) -> Reserved:
         self.asked.set()
-        await self.go.wait()
+        await within(self.go.wait(), "the test to let the ledger answer")
         return await super().reserve(hold)
 
 
@@ -131,7 +133,7 @@ async def test_a_client_that_leaves_leaves_no_reservation() -> None:
     who, ledger = caller(engine_seconds_per_day=10e-6), SlowLedger()
     async with reserving(ledger) as reservations:
         asking = asyncio.create_task(reservations.enter(who.accounts, Cost(10, 0)))
-        await ledger.asked.wait()
+        await within(ledger.asked.wait(), "the ledger to be asked")
         asking.cancel()
         ledger.go.set()
         await asyncio.gather(asking, return_exceptions=True)
@@ -210,7 +212,8 @@ async def test_a_damaged_file_gives_no_budget_anew(tmp_path: Path) -> None:
 _DIES = """
 import asyncio, sys
 from pathlib import Path
-from router.accounting.ledgers import RedisLedger, SqliteLedger
+from router.accounting.ledgers import SqliteLedger
+from router.accounting.redis_ledger import RedisLedger
 from router.accounting.database import Database
 from router.accounting.budgets import Hold, Periods
 from router.auth.api_keys import Account, Budget
@@ -243,9 +246,9 @@ async def test_a_killed_router_leaves_no_reservation_for_ever(
         sys.executable, "-c", _DIES, where, name, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": "."}
     )
     assert process.stdout is not None
-    assert await process.stdout.readline() == b"ready\n"
+    assert await within(process.stdout.readline(), "a line of the process") == b"ready\n"
     process.send_signal(signal.SIGKILL)
-    await process.wait()
+    await within(process.wait(), "the process to end")
     if kind == "redis":
         ledger: RedisLedger | SqliteLedger = RedisLedger(where)
         assert (await ledger.used([name], DAY))[name, DAY.day] == Cost(500_050, 0)

@@ -6,6 +6,8 @@ import asyncio
 import csv
 import io
 import json
+import sqlite3
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,12 @@ from router.accounting.database import Database
 from router.accounting.usage import Row, UsageLog, Use, read_usage
 from router.auth.access import KeyStore
 from router.auth.api_keys import add_key
-from router.monitoring.usage import LOOK_S, Labels
-from tests.deploy.services import eventually
+from router.auth.quota import Quotas
+from router.monitoring.usage import Labels
+from router.pipeline.registry import ActiveRequest, RequestRegistry
 from tests.unit.accounting.test_budgets import PLENTY, Shop, shop
 from tests.unit.cli.stub_router import qarr
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 RIGHTS: dict[str, dict[str, Any]] = {
@@ -45,7 +49,7 @@ async def asked(at: Shop) -> None:
     async def written() -> bool:
         return sum(row["requests"] for row in (await usage(at, "boss"))["usage"]) == 5
 
-    await eventually(written)
+    await until(written)
 
 
 async def test_usage_is_the_sum_of_charges(tmp_path: Path) -> None:
@@ -97,7 +101,7 @@ async def test_metrics_have_keys_and_teams(tmp_path: Path) -> None:
             return any(line.startswith(used) and float(line.split()[-1]) > 0 for line in text.splitlines())
 
         text = ""
-        await eventually(told, 3 * LOOK_S)
+        await until(told)
         assert 'qarr_key_requests_total{key="ann",team="blue",tier="fast"} 2.0' in text
         assert 'qarr_budget_used_ratio{budget="engine_seconds_per_month",key="",team="blue"}' in text
         for name in ("engine_seconds", "highest_engine_seconds", "money"):
@@ -140,6 +144,57 @@ async def test_usage_that_cannot_be_written_is_kept(tmp_path: Path) -> None:
     folder.unlink()
     await log.write()
     assert await database.change(partial(read_usage, "", "")) == [(row, Use(1))]
+    await database.aclose()
+
+
+async def test_a_write_that_is_cancelled_and_then_fails_is_kept(tmp_path: Path) -> None:
+    """The file is in use by another process when the router is told to stop, and stays so until the write gives up."""
+    database, row = Database(tmp_path / "usage.sqlite"), Row("2026-01-01", "k", "", "fast")
+    await database.change(partial(read_usage, "", ""))
+    log = UsageLog(database, None, now=lambda: 1_767_225_600.0)  # type: ignore[arg-type]
+    log._unwritten[row] = Use(1)
+    begun, may_fail = threading.Event(), threading.Event()
+
+    def locked(*_: object) -> None:
+        begun.set()
+        may_fail.wait(30)
+        raise sqlite3.OperationalError("database is locked")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("router.accounting.usage._add", locked)
+        writing = asyncio.create_task(log.write())
+        await asyncio.to_thread(begun.wait, 30)
+        writing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+        closing = asyncio.create_task(log.aclose())
+        await asyncio.sleep(0)
+    may_fail.set()
+    await closing
+    assert await database.change(partial(read_usage, "", "")) == [(row, Use(1))]
+    await database.aclose()
+
+
+async def test_a_request_that_ends_while_the_router_shuts_down_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its budget may be settled only after background work has ended; then its usage is written as well."""
+    late: list[tuple[RequestRegistry, ActiveRequest]] = []
+    end, close_quotas = RequestRegistry.end, Quotas.aclose
+
+    async def end_late_requests(quotas: Quotas) -> None:
+        for registry, request in late:
+            end(registry, request, None)
+        await close_quotas(quotas)
+
+    monkeypatch.setattr(RequestRegistry, "end", lambda registry, request, _: late.append((registry, request)))
+    monkeypatch.setattr(Quotas, "aclose", end_late_requests)
+    async with shop(tmp_path, RIGHTS) as at:
+        assert (await at.ask("cal", tier="fast")).status_code == 200
+        await until(lambda: late)
+    database = Database(tmp_path / "usage.sqlite")
+    ((row, use),) = await database.change(partial(read_usage, "", ""))
+    assert (row.tier, use.requests) == ("fast", 1)
     await database.aclose()
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from router.auth.api_keys import add_key
 from tests.fakes.engine import FakeEngine, serving_all
-from tests.unit.own_engines import until
 from tests.unit.router_stack import Stack, router_stack
+from tests.waiting import until
 from tiers.lifecycle.operations import KINDS
 from tiers.spec import ReplicaStatus
 

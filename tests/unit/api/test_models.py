@@ -17,6 +17,7 @@ from router.api.problems import UnknownModelError, describe
 from router.api.settings import OpenAISettings
 from router.upstream.json_object import JsonObject
 from tests.unit.router_stack import router_stack
+from tests.waiting import until
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, Draft, ReplicaStatus, TierName, TierSpec
@@ -147,11 +148,12 @@ async def test_endpoints_tell_their_load(tmp_path: Path) -> None:
         body = {"prompt": "hi", "tier": "fast", "tier_policy": "require", "stream": False}
         asked = [asyncio.create_task(stack.generate(**body)) for _ in range(2)]
         url = f"{stack.url}/v1/models/fast/endpoints"
-        while True:
+
+        async def one_runs_and_one_waits() -> bool:
             (fast,) = (await stack.client.get(url)).json()["data"]["endpoints"]
-            if fast["in_flight"] == 1 and fast["queue"] == 1:
-                break
-            await asyncio.sleep(0.01)
+            return bool(fast["in_flight"] == 1 and fast["queue"] == 1)
+
+        await until(one_runs_and_one_waits)
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)

@@ -14,7 +14,8 @@ import pytest
 
 from router.auth.api_keys import add_key
 from tests.fakes.engine import ANSWER, Behaviour
-from tests.unit.router_stack import Stack, events, router_stack
+from tests.unit.router_stack import SOUND_S, Stack, events, router_stack
+from tests.waiting import until
 from tiers.spec import ReplicaStatus, TierName
 
 pytestmark = pytest.mark.anyio
@@ -75,6 +76,19 @@ async def test_the_body_passes_as_it_is(tmp_path: Path, path: str) -> None:
             assert part in engine.raw[-1]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_thinking_of_a_model_that_does_not_think_is_left_out_and_said(tmp_path: Path, *, stream: bool) -> None:
+    """Clients of Anthropic's API ask every model for it; a model that does think is asked, and nothing is said."""
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    async with router_stack(tmp_path, balanced=Behaviour(thinks=True)) as stack:
+        answer = await ask(stack, MESSAGES, model="fast", thinking=thinking, stream=stream)
+        assert (answer.status_code, answer.headers["x-qarr-ignored"]) == (200, "thinking")
+        assert "thinking" not in asked(stack.engines[TierName.FAST], MESSAGES)[-1]
+        answer = await ask(stack, MESSAGES, model="balanced", thinking=thinking, stream=stream)
+        assert (answer.status_code, "x-qarr-ignored" in answer.headers) == (200, False)
+        assert asked(stack.engines[TierName.BALANCED], MESSAGES)[-1]["thinking"] == thinking
+
+
 @both
 async def test_answers_pass_as_they_are(tmp_path: Path, path: str) -> None:
     """Whole and streamed, they are the engine's own bytes, with our headers; the record has their token counts."""
@@ -102,7 +116,8 @@ HINTS: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({}, {"model": "claude-haiku"}, "fast"),
     ({"x-qarr-tier": "precise"}, {}, "precise"),
     ({"x-qarr-tier": "precise"}, {"qarr": {"tier": "balanced"}}, "balanced"),
-    ({}, {"qarr": {"sla": {"max_quality_loss": 0}}}, "precise"),
+    ({}, {"qarr": {"sla": {"max_quality_loss": 0}}, "text": "Why is the sky blue?"}, "precise"),
+    ({}, {"qarr": {"sla": {"max_quality_loss": 0}}}, "fast"),  # a greeting loses nothing
     ({}, {"text": "Write a Python function that adds"}, "balanced"),
     ({}, {"text": [{"type": "image", "source": {}}]}, "precise"),
 ]
@@ -114,7 +129,9 @@ async def test_hints_come_by_model_header_and_body(tmp_path: Path, path: str) ->
     options = {"openai": {"aliases": {"claude-haiku": "auto"}}}
     async with router_stack(tmp_path, options) as stack:
         for headers, body, tier in HINTS:
-            given = {next(iter(BODIES[path])): [{"role": "user", "content": body["text"]}]} if "text" in body else body
+            given = {name: value for name, value in body.items() if name != "text"}
+            if "text" in body:
+                given[next(iter(BODIES[path]))] = [{"role": "user", "content": body["text"]}]
             answer = await ask(stack, path, headers, **given)
             assert (answer.status_code, answer.headers["x-qarr-tier"]) == (200, tier), (headers, body)
             assert "qarr" not in asked(stack.engines[TierName(tier)], path)[-1]
@@ -164,7 +181,7 @@ async def test_retries_elsewhere_before_the_first_byte(
     stream: bool,  # noqa: FBT001
 ) -> None:
     """A tier that fails before its first token is replaced, and the headers say so."""
-    async with router_stack(tmp_path, {"upstream": {"first_token_timeout_s": 0.3}}) as stack:
+    async with router_stack(tmp_path, {"upstream": {"first_token_timeout_s": SOUND_S}}) as stack:
         broken = stack.engines[TierName.FAST]
         for name in ("status", "break_after", "error_after", "stall_after", "nonsense"):
             setattr(broken, name, getattr(fault, name))
@@ -178,7 +195,7 @@ async def test_retries_elsewhere_before_the_first_byte(
 @pytest.mark.parametrize("fault", ["break_after", "stall_after", "error_after", "before the end", "at the end"])
 async def test_a_broken_stream_ends_with_an_error_and_without_an_end(tmp_path: Path, path: str, fault: str) -> None:
     """A stream that broke never looks finished: an error event comes last, in the form of its API."""
-    async with router_stack(tmp_path, {"upstream": {"token_timeout_s": 0.3}}) as stack:
+    async with router_stack(tmp_path, {"upstream": {"token_timeout_s": SOUND_S}}) as stack:
         engine, whole = stack.engines[TierName.FAST], events((await ask(stack, path, model="fast", stream=True)).text)
         if fault in {"before the end", "at the end"}:
             engine.break_at = len(whole) - (2 if fault == "before the end" else 1)
@@ -226,12 +243,9 @@ async def test_a_client_that_leaves_frees_the_engine(tmp_path: Path, path: str, 
         engine = stack.engines[TierName.FAST]
         engine.delay_s, engine.answer = 0.05, ("x",) * 64
         request = asyncio.create_task(ask(stack, path, model="fast", stream=stream))
-        while engine.running == 0:
-            await asyncio.sleep(0.01)
+        await until(lambda: engine.running != 0, poll_s=0.01)
         request.cancel()
-        async with asyncio.timeout(10):
-            while engine.running or stack.leases():
-                await asyncio.sleep(0.01)
+        await until(lambda: not (engine.running or stack.leases()), within_s=10)
 
 
 @both

@@ -13,7 +13,8 @@ import openai
 import pytest
 
 from tests.fakes.engine import ANSWER, FINGERPRINT, Behaviour
-from tests.unit.router_stack import Stack, router_stack
+from tests.unit.router_stack import SOUND_S, Stack, router_stack
+from tests.waiting import until
 from tiers.spec import STANDARD_TIERS, Draft, ReplicaStatus, TierName
 
 pytestmark = pytest.mark.anyio
@@ -79,6 +80,7 @@ async def test_a_stream_passes_as_the_engine_would_have_sent_it(tmp_path: Path, 
         assert stack.engines[TierName.FAST].requests[-1]["stream_options"] == {"include_usage": True}
 
 
+QUESTION = [{"role": "user", "content": "Why is the sky blue?"}]
 HINTS: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({}, {"model": "balanced"}, "balanced"),
     ({}, {"model": "qarr"}, "fast"),
@@ -86,8 +88,9 @@ HINTS: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({}, {"model": "gpt-4-turbo"}, "precise"),
     ({"x-qarr-tier": "precise"}, {}, "precise"),
     ({"x-qarr-tier": "precise"}, {"qarr": {"tier": "balanced"}}, "balanced"),
-    ({"x-qarr-sla-max-quality-loss": "0"}, {}, "precise"),
-    ({}, {"qarr": {"sla": {"max_quality_loss": 0}}}, "precise"),
+    ({"x-qarr-sla-max-quality-loss": "0"}, {"messages": QUESTION}, "precise"),
+    ({}, {"messages": QUESTION, "qarr": {"sla": {"max_quality_loss": 0}}}, "precise"),
+    ({}, {"qarr": {"sla": {"max_quality_loss": 0}}}, "fast"),  # a greeting loses nothing
     ({}, {"messages": [{"role": "user", "content": "Write a Python function that adds"}]}, "balanced"),
     ({}, {"messages": [*HI, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "precise"),
 ]
@@ -179,7 +182,7 @@ async def test_the_engines_refusal_is_the_callers_answer(tmp_path: Path) -> None
 )
 async def test_retries_elsewhere_before_the_first_byte(tmp_path: Path, fault: Behaviour, stream: bool) -> None:  # noqa: FBT001
     """A tier that fails before its first token is replaced, and the headers say so."""
-    async with router_stack(tmp_path, {"upstream": {"first_token_timeout_s": 0.3}}) as stack:
+    async with router_stack(tmp_path, {"upstream": {"first_token_timeout_s": SOUND_S}}) as stack:
         broken = stack.engines[TierName.FAST]
         broken.status, broken.break_after = fault.status, fault.break_after
         broken.error_after, broken.stall_after = fault.error_after, fault.stall_after
@@ -192,7 +195,7 @@ async def test_retries_elsewhere_before_the_first_byte(tmp_path: Path, fault: Be
 @pytest.mark.parametrize("fault", ["break_after", "stall_after", "error_after", "error_with"])
 async def test_a_broken_stream_ends_with_an_error_and_without_done(tmp_path: Path, fault: str) -> None:
     """A stream that broke never looks finished: OpenAI's error object comes last, and no [DONE]."""
-    async with router_stack(tmp_path, {"upstream": {"token_timeout_s": 0.3}}) as stack:
+    async with router_stack(tmp_path, {"upstream": {"token_timeout_s": SOUND_S}}) as stack:
         setattr(stack.engines[TierName.FAST], fault, 3)
         answer = await chat(stack, model="fast", stream=True, logprobs=True)  # with those none goes on
         *events, last, _ = answer.text.split("\n\n")
@@ -223,12 +226,9 @@ async def test_a_client_that_leaves_frees_the_engine(tmp_path: Path, stream: boo
         body = json.dumps({"model": "fast", "messages": HI, "stream": stream, "max_tokens": 400}).encode()
         writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
         await writer.drain()
-        while engine.running == 0:
-            await asyncio.sleep(0.01)
+        await until(lambda: engine.running != 0, poll_s=0.01)
         writer.close()
-        async with asyncio.timeout(5):
-            while engine.running or stack.leases():
-                await asyncio.sleep(0.01)
+        await until(lambda: not (engine.running or stack.leases()), within_s=10)
 
 
 async def test_the_report_is_added_when_asked_for(tmp_path: Path) -> None:
@@ -236,8 +236,8 @@ async def test_the_report_is_added_when_asked_for(tmp_path: Path) -> None:
     async with router_stack(tmp_path) as stack:
         whole = (await chat(stack, qarr={"report": True})).json()
         assert whole["qarr"] == {
-            "tier": "fast", "precision": "awq-int4", "checkpoint": None, "class": "chat",
-            "reason": "chat, trivial: fast is as good (1 in 1,000 gets worse, published), and is the lowest precision",
+            "tier": "fast", "precision": "awq-int4", "checkpoint": None, "class": "small_talk",
+            "reason": "small talk, trivial: no precision loses anything, and fast is the lowest that can serve",
         }  # fmt: skip
         streamed = chunks((await chat(stack, stream=True, qarr={"report": True})).text)
         assert streamed[-1]["qarr"]["tier"] == "fast"
@@ -386,8 +386,7 @@ async def test_a_request_counts_by_its_answers(
         asked = {"model": "fast", "max_tokens": 100, **body}
         request = asyncio.create_task(stack.client.post(stack.url + path, json=asked))
         replica = stack.fleet.replicas[0]
-        while not replica.state.in_flight:
-            await asyncio.sleep(0.005)
+        await until(lambda: replica.state.in_flight, poll_s=0.005)
         assert (replica.state.in_flight, replica.state.slots, replica.output_tokens) == (1, places, output_tokens)
         assert replica.state.prompt_tokens == prompt_tokens or prompt_tokens is None
         shown = (await stack.client.get(f"{stack.url}/tiers")).json()["tiers"][0]["replicas"][0]
@@ -396,9 +395,7 @@ async def test_a_request_counts_by_its_answers(
         assert f'qarr_requests_in_flight{{replica="{replica.id}",tier="fast"}} 1.0' in page
         assert f'qarr_places_taken{{replica="{replica.id}",tier="fast"}} {places}.0' in page
         request.cancel()
-        async with asyncio.timeout(10):
-            while replica.state.in_flight:
-                await asyncio.sleep(0.01)
+        await until(lambda: not replica.state.in_flight, poll_s=0.01)
         assert (replica.state.slots, stack.leases(), replica.state.kv.held) == (0, 0, 0)
 
 

@@ -20,6 +20,7 @@ from router.section import PROJECT
 from router.server.responder import OUT
 from tests.unit.router_stack import router_stack
 from tests.unit.sent_responder import SentResponder
+from tests.waiting import within
 
 pytestmark = pytest.mark.anyio
 SCHEMATHESIS = Path(sys.executable).with_name("schemathesis")
@@ -100,6 +101,6 @@ async def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
             stderr=asyncio.subprocess.STDOUT,
             cwd=tmp_path,
         )  # fmt: skip
-        output, _ = await process.communicate()
+        output, _ = await within(process.communicate(), "the process to end", within_s=500)
         assert process.returncode == 0, output.decode()
         assert stack.leases() == 0

@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from router.upstream.client import PASSED_AT_ONCE
 from tests.fakes.engine import Behaviour, FakeEngine, serving
-from tests.unit.own_engines import until
 from tests.unit.router_stack import Stack, router_stack
+from tests.waiting import until
 from tiers.spec import STANDARD_TIERS, TierName
 
 pytestmark = pytest.mark.anyio

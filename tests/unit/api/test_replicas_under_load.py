@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
-from tests.unit.own_engines import until
 from tests.unit.router_stack import Stack, events, router_stack
+from tests.waiting import until
 from tiers.spec import ReplicaStatus
 
 pytestmark = pytest.mark.anyio

@@ -16,8 +16,8 @@ from router.api.resumable import ResumableStream, ResumableStreams, StreamGoneEr
 from router.auth.api_keys import add_key
 from tests.fakes.engine import Behaviour
 from tests.turned import turned
-from tests.unit.own_engines import until
 from tests.unit.router_stack import Stack, events, router_stack
+from tests.waiting import until, until_still, within
 from tiers.spec import TierName
 
 pytestmark = pytest.mark.anyio
@@ -189,10 +189,7 @@ async def test_what_is_kept_is_bounded_and_nothing_is_skipped(tmp_path: Path) ->
         engine.answer, engine.delay_s = words, 0.05
         first = await some(stack, 2)
         engine.delay_s = 0
-        seen = -1
-        while engine.tokens != seen:
-            seen = engine.tokens
-            await asyncio.sleep(0.5)
+        await until_still(lambda: engine.tokens, "the engine to be held back", still_s=0.5)
         assert engine.running == 1
         assert engine.tokens < len(words)
         rest = await resume(stack, ids(first)[-1])
@@ -325,7 +322,7 @@ async def test_a_slow_reader_of_what_others_had_taken_misses_nothing() -> None:
         stream.begin({})
         for made in range(1, 1001):
             if made == 700:
-                await go.wait()
+                await within(go.wait(), "the test to let it go on")
             event = b"data: " + b"x" * 100 + b"\n\n"
             if made == 1000:
                 await stream.end([event])
@@ -356,9 +353,12 @@ async def test_a_stream_that_is_read_is_not_ended_by_readers_before() -> None:
 
     async def work(stream: ResumableStream) -> None:
         stream.begin({})
-        while not gate.is_set():
+
+        def feed_until_told_to_end() -> bool:
             stream.feed([b"data: x\n\n"])
-            await asyncio.sleep(0.01)
+            return gate.is_set()
+
+        await until(feed_until_told_to_end, poll_s=0.01)
         await stream.end([b"data: end\n\n"])
 
     async def stuck(_message: Any) -> None:

@@ -6,8 +6,9 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from redis.asyncio import Redis
 from router.auth.api_keys import Caller, Quota
 from router.auth.quota import WINDOW_S, LocalLedger, OverQuotaError, QuotaGrant, Quotas, Refund, _names
 from tests.conftest import RedisServer
+from tests.redis_processes import redis_cluster, relay_to
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -179,11 +182,6 @@ async def sharing(redis_server: RedisServer) -> AsyncIterator[tuple[Quotas, Any]
         await operator.aclose()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.02)
-
-
 async def held(operator: Any, who: Caller) -> tuple[int, int, int]:
     counts, slots = _names(who.key_id)
     found = await operator.hgetall(counts)
@@ -277,7 +275,7 @@ async def test_nobody_waits_for_a_redis_that_hangs(redis_server: RedisServer, mo
         redis_server.resume()
         await until(lambda: not quotas._lost)
         asked = (await operator.info("commandstats"))["cmdstat_evalsha"]  # fails where no test loaded it
-        assert asked["calls"] - asked["failed_calls"] <= 2  # who found out, and giving back what it may have taken
+        assert asked["calls"] - asked["failed_calls"] < 20  # the keeper, and who found out; not each of 150 requests
 
 
 async def test_what_was_taken_before_an_outage_is_given_back_after_it(redis_server: RedisServer) -> None:
@@ -311,7 +309,7 @@ async def test_a_redis_whose_clock_was_set_ahead_is_asked_again(redis_server: Re
     who = caller("ahead", requests=10)
     async with sharing(redis_server) as (quotas, operator):
         assert quotas._shared is not None
-        quotas._shared._clock.learn(time.time() - 600)
+        quotas._shared.link.learn_time(time.time() - 600, _names(who.key_id)[0])
         assert await enters(quotas, who)
         assert not quotas._lost
         assert (await held(operator, who))[:2] == (1, 1)
@@ -395,3 +393,63 @@ async def test_a_client_that_is_cancelled_twice_leaves_no_slot(redis_server: Red
                 await grant.settle(None)
             await until(lambda: not quotas._work.tasks)
             assert await held(operator, who) == (0, 0, 0)
+
+
+async def test_quotas_follow_a_failover(own_redis: RedisServer, redis_server: RedisServer) -> None:
+    """Behind one address another Redis serves, while the old one refuses to write and stays up."""
+    who = caller("followed", requests=100, at_once=3)
+    async with relay_to(own_redis) as relay, sharing(own_redis) as (_, old_operator):
+        quotas = Quotas(relay.url)
+        try:
+            open_requests = [await quotas.enter(who, 1, {}) for _ in range(2)]
+            await old_operator.execute_command("REPLICAOF", "127.0.0.1", str(redis_server.port))
+            relay.target = redis_server
+            await until(lambda: redis_server.port in relay.opened)
+            await until(lambda: not quotas._lost)
+            async with Redis.from_url(redis_server.url, decode_responses=True) as operator:
+                await until(lambda: _holds(operator, who, 2), "the slots of open requests to be held there")
+                assert await quotas.enter(who, 1, {})
+                with pytest.raises(OverQuotaError):
+                    await quotas.enter(who, 1, {})
+                for grant in open_requests:
+                    assert grant is not None
+                    await grant.settle(1)
+                assert (await held(operator, who))[0] == 1
+        finally:
+            await quotas.aclose()
+
+
+async def _holds(operator: Any, who: Caller, slots: int) -> bool:
+    return (await held(operator, who))[0] == slots
+
+
+async def test_slots_of_open_requests_are_held_again_in_a_redis_that_was_emptied(own_redis: RedisServer) -> None:
+    """One that ends meanwhile is not, and the loss is noticed while no request comes."""
+    who = caller("emptied", at_once=2)
+    async with sharing(own_redis) as (quotas, operator):
+        stays, ends = [await quotas.enter(who, 1, {}) for _ in range(2)]
+        assert stays is not None
+        assert ends is not None
+        await until(lambda: quotas._name)
+        await operator.flushall()
+        await ends.settle(1)
+        await until(lambda: _holds(operator, who, 1), "the slot of the open request to be held again")
+        await until(lambda: not quotas._lost)
+        assert await enters(quotas, who)
+        assert await enters(quotas, who) is None
+        await stays.settle(1)
+        assert await enters(quotas, who)
+
+
+async def test_a_cluster_counts_quotas(tmp_path: Path) -> None:
+    """The keys of callers are on all its nodes; routers may name different ones."""
+    callers = [caller(f"spread {number}", requests=2) for number in range(20)]
+    with redis_cluster(tmp_path) as nodes:
+        routers = [Quotas(node.url) for node in nodes[:2]]
+        try:
+            for who in callers:
+                assert [await enters(routers[n % 2], who) is not None for n in range(3)] == [True, True, False]
+            assert not any(router._lost for router in routers)
+        finally:
+            for router in routers:
+                await router.aclose()

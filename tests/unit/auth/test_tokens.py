@@ -39,8 +39,8 @@ from router.section import SettingsError
 from router.settings import load_settings
 from tests.fakes.engine import serving
 from tests.imports import ROOT
-from tests.unit.own_engines import until
 from tests.unit.own_router import connection, own_router
+from tests.waiting import until, within
 from tiers.spec import TierName
 
 pytestmark = pytest.mark.anyio
@@ -84,7 +84,7 @@ class Issuer:
 
     async def _published(self, _request: Any) -> Response:
         self.asked += 1
-        await self.answers.wait()
+        await within(self.answers.wait(), "the test to let it answer")
         return Response(self.jwks, self.status, media_type="application/json")
 
 

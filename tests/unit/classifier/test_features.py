@@ -1,20 +1,40 @@
 # ruff: noqa: RUF001  (a full-width question mark)
 """What is read from prompts."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from classifier import EstimatingCounter, PromptClass, PromptFeatures, extract
+from classifier.features import (
+    LONG_TOKENS,
+    SMALL_TALK_CONTEXT_TOKENS,
+    SMALL_TALK_TOKENS,
+    known_small_talk,
+    words_of,
+)
+from classifier.kinds import Complexity
 from tests.unit.classifier.cases import ASKS, CONTAINS, CONTAINS_AND_ASKS, NEITHER
+from tests.unit.classifier.small_talk_cases import NO_SMALL_TALK, SMALL_TALK
 
 COUNTER = EstimatingCounter()
-ASKS_SHARE, CONTAINS_SHARE, NEITHER_SHARE, LANGUAGE_SHARE, CLASS_SHARE = 0.9, 0.9, 0.9, 0.75, 0.85
+ASKS_SHARE, CONTAINS_SHARE, NEITHER_SHARE, LANGUAGE_SHARE, CLASS_SHARE = 0.9, 0.9, 0.9, 0.73, 0.85
+SMALL_TALK_SHARE = 0.55
+FALSE_SMALL_TALK = 0.02
+SURE = 0.6  # the policy's: below, other classes count too
 LONG_PROSE = "The committee met again in the spring and spoke about the harbour at length. " * 120
 
 
 def read(text: str) -> PromptFeatures:
     return extract(text, COUNTER)
+
+
+def letters_of(text: str) -> str:
+    return re.sub(r"\W", "", text.lower())
 
 
 def language_fits(expected: str, found: str | None) -> bool:
@@ -64,10 +84,87 @@ def test_certain_cases(prompt: str, contains: bool, asks: bool | None) -> None: 
     assert asks is None or found.asks_for_code is asks
 
 
-@pytest.mark.parametrize("prompt", ["hi", "hello", "good morning!", "thank you", "Is Paris the capital of France?"])
-def test_small_talk_and_plain_questions_are_chat(prompt: str) -> None:
-    """A greeting is no nonsense, and a question that names a country is no mathematics."""
-    assert read(prompt).prompt_class is PromptClass.CHAT
+def test_a_plain_question_is_chat() -> None:
+    """A question that names a country is no mathematics, and no small talk."""
+    assert read("Is Paris the capital of France?").prompt_class is PromptClass.CHAT
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["hi", "Hello!", "good morning!", "thank you", "thanks", "bye", "ok", "lol", "how are you?", "hola", "Danke!", "谢谢",
+     "привет"],
+)  # fmt: skip
+def test_the_commonest_small_talk_is_found(prompt: str) -> None:
+    """Each by itself; it asks for no work, and counts as of its class alone."""
+    found = read(prompt)
+    assert found.prompt_class is PromptClass.SMALL_TALK
+    assert found.complexity is Complexity.TRIVIAL
+    assert found.confidence >= SURE
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["What is 15 minus 6?", "What is the capital of Peru?", "how many legs has a spider", "tell me a joke",
+     "translate hello", "hi, what is 2+2?", "thanks, and now do it for 2024", "yes please", "continue"],
+)  # fmt: skip
+def test_simple_questions_and_requests_are_no_small_talk(prompt: str) -> None:
+    assert read(prompt).prompt_class is not PromptClass.SMALL_TALK
+
+
+def test_small_talk_is_told_from_simple_questions() -> None:
+    """On prompts that were never trained on: hardly a question is taken for small talk, whose answer would be worse."""
+    found = [prompt for prompt in SMALL_TALK if read(prompt).prompt_class is PromptClass.SMALL_TALK]
+    wrong = [prompt for prompt in NO_SMALL_TALK if read(prompt).prompt_class is PromptClass.SMALL_TALK]
+    missed = set(SMALL_TALK) - set(found)
+    assert len(wrong) <= FALSE_SMALL_TALK * len(NO_SMALL_TALK), wrong
+    assert len(missed) <= (1 - SMALL_TALK_SHARE) * len(SMALL_TALK), missed
+
+
+def test_the_cases_of_small_talk_were_not_trained_on() -> None:
+    """Letter for letter, apart from marks, spaces and upper case."""
+    learned = {
+        letters_of(json.loads(line)["text"])
+        for file in (Path(__file__).parents[3] / "classifier/data").glob("*.jsonl")
+        for line in file.read_text("utf-8").splitlines()
+        if line
+    }
+    assert not [prompt for prompt in (*SMALL_TALK, *NO_SMALL_TALK) if letters_of(prompt) in learned]
+
+
+def test_a_short_reply_in_a_long_chat_is_no_small_talk() -> None:
+    """There "ok" may accept what the last answer offered."""
+    tokens = COUNTER.count("ok")
+    kinds = [
+        extract("ok", COUNTER, tokens + context).prompt_class
+        for context in (0, SMALL_TALK_CONTEXT_TOKENS, SMALL_TALK_CONTEXT_TOKENS + 1, LONG_TOKENS)
+    ]
+    assert kinds == [PromptClass.SMALL_TALK, PromptClass.SMALL_TALK, PromptClass.CHAT, PromptClass.LONG_CONTEXT]
+
+
+@pytest.mark.parametrize("prompt", ["yes", "No.", "sure!", "ok", "好的", "What's up?", "BUENOS DÍAS", "arigato!!"])
+def test_known_small_talk_is_found_whatever_its_case_and_marks(prompt: str) -> None:
+    assert read(prompt).prompt_class is PromptClass.SMALL_TALK
+
+
+@pytest.mark.parametrize(
+    "prompt", ["What's up with the price of eggs?", "Good job interview answers", "Sure, prove it."]
+)
+def test_known_small_talk_within_a_request_is_none(prompt: str) -> None:
+    assert read(prompt).prompt_class is not PromptClass.SMALL_TALK
+
+
+def test_known_small_talk_is_kept_as_it_is_compared() -> None:
+    known = known_small_talk()
+    assert len(known) > 1500
+    assert not [text for text in known if words_of(text) != text]
+    assert not [prompt for prompt in (*SMALL_TALK, *NO_SMALL_TALK) if words_of(prompt) in known]
+
+
+def test_a_long_text_is_no_small_talk() -> None:
+    """A question may hide between courtesies."""
+    courtesies = "hello, how are you? "
+    assert read(courtesies).prompt_class is PromptClass.SMALL_TALK
+    assert read(courtesies * SMALL_TALK_TOKENS).prompt_class is not PromptClass.SMALL_TALK
 
 
 def test_languages_are_found() -> None:
@@ -79,8 +176,8 @@ def test_languages_are_found() -> None:
 
 
 CLASSES = (
-    ("hello there", PromptClass.CHAT),
-    ("thanks a lot!", PromptClass.CHAT),
+    ("hello there", PromptClass.SMALL_TALK),
+    ("thanks a lot!", PromptClass.SMALL_TALK),
     ("Why is the sky blue?", PromptClass.CHAT),
     ("What is the tallest mountain in Africa?", PromptClass.CHAT),
     ("Can you recommend a good book for a long flight?", PromptClass.CHAT),

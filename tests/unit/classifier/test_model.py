@@ -103,7 +103,8 @@ def test_threads_share_a_model() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
     assert all(found[n] == alone for n in range(4))
 
 
@@ -189,7 +190,7 @@ def test_one_command_writes_the_same_files_twice(tmp_path: Path) -> None:
     for output in outputs:
         output.parent.mkdir()
     trained = [subprocess.Popen([*command, output]) for output in outputs]
-    assert [each.wait() for each in trained] == [0, 0]
+    assert [each.wait(60) for each in trained] == [0, 0]
     for name in (WEIGHTS_FILE.name, ABOUT_FILE):
         first, second = (output.with_name(name).read_bytes() for output in outputs)
         assert first == second

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from classifier import EstimatingCounter, PromptFeatures, SecondLook, WeightsError, extract, load_second_look
-from classifier.model import OUTPUTS
+from classifier.model import CLASSES, OUTPUTS, SMALL_TALK, shipped_model
 from classifier.second_look import MODEL, TOKENIZER
 from tests.unit.classifier.cases import ASKS, CONTAINS, NEITHER
 
@@ -33,6 +33,18 @@ def test_any_text_is_read(second: SecondLook, text: str) -> None:
     found = second.read(text)
     assert len(found) == len(OUTPUTS)
     assert all(map(math.isfinite, found))
+
+
+def test_it_says_nothing_of_small_talk(second: SecondLook) -> None:
+    """It does not know it: what small talk is does not hang on it, and every other output has its own value."""
+    text = "thanks! is this loop right?"
+    found = second.read(text)
+    first = shipped_model().predict(text)
+    both = shipped_model().predict(text, found)
+    assert found[SMALL_TALK] == 0
+    assert both.small_talk == first.small_talk
+    assert all(found[:SMALL_TALK])
+    assert any(found[CLASSES:])
 
 
 def test_it_is_right_where_the_first_look_is_in_doubt(second: SecondLook) -> None:

@@ -24,6 +24,7 @@ class StubRouter:
     """Prepared answers by method and path.
 
     Attributes:
+        unknown: Body for every other path; None: it names the path.
         answers: A status and a body for each; of several bodies each is given once, the last one from then on.
         asked: Method and path of each request.
         keys: Authorization header of each request.
@@ -31,6 +32,7 @@ class StubRouter:
 
     def __init__(self, answers: dict[str, tuple[int, Any]]) -> None:
         self.answers = answers
+        self.unknown: Any = None
         self.asked: list[str] = []
         self.keys: list[str | None] = []
         self.url = ""
@@ -38,7 +40,8 @@ class StubRouter:
     def answer(self, method: str, path: str, key: str | None) -> tuple[int, bytes]:
         self.asked.append(f"{method} {path}")
         self.keys.append(key)
-        status, body = self.answers.get(f"{method} {path}", (404, {"detail": f"there is no {path}"}))
+        unknown = self.unknown or {"detail": f"there is no {path}"}
+        status, body = self.answers.get(f"{method} {path}", (404, unknown))
         if isinstance(body, list):
             body = body.pop(0) if len(body) > 1 else body[0]
         return status, body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -69,5 +72,6 @@ def stub_router(**answers: tuple[int, Any]) -> Iterator[StubRouter]:
         yield stub
     finally:
         server.shutdown()
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive()
         server.server_close()

@@ -54,10 +54,11 @@ def test_an_empty_prompt_is_one() -> None:
 
 
 def test_the_tier_follows_the_settings() -> None:
-    """The same prompt moves with the policy; one that fits no tier has none, and the reason says so."""
+    """The same prompt moves with the policy and the model's size; one that fits no tier has none, and the reason says so."""
     code = "Write a Python function that merges two sorted lists."
-    for loss, tier in (("0.1", "balanced"), ("0", "precise")):
-        assert json.loads(qarr("classify", "--json", code, QARR_POLICY__MAX_LOSS__CODE=loss).stdout)["tier"] == tier
+    for parameters, loss, tier in (("8e9", "0.1", "balanced"), ("8e9", "0", "precise"), ("1e8", "0.1", "precise")):
+        settings = {"QARR_POLICY__MODEL_PARAMETERS": parameters, "QARR_POLICY__MAX_LOSS__CODE": loss}
+        assert json.loads(qarr("classify", "--json", code, **settings).stdout)["tier"] == tier
     found = json.loads(qarr("classify", "--json", "word " * 20_000).stdout)
     assert found["tier"] is None
     assert found["reason"]

@@ -93,3 +93,29 @@ def test_no_answer_names_the_address(url: str) -> None:
     with pytest.raises(OperationError, match="'make up' starts one") as caught:
         RouterApiClient(url, "").ask("/tiers")
     assert url.rstrip("/") in str(caught.value)
+
+
+ENGINE = {"GET /version": (200, {"version": "0.11.0"})}
+
+
+@pytest.mark.parametrize(
+    "command", [("tiers",), ("top", "--once"), ("adapters",), ("tiers", "drain", "x"), ("profile", "latency")]
+)
+def test_the_address_of_an_engine_is_told_as_one(command: tuple[str, ...], tmp_path: Path) -> None:
+    """vLLM answers every path that it does not know in the same words, and has a version."""
+    with stub_router(**ENGINE) as engine:
+        engine.unknown = {"detail": "Not Found"}
+        done = qarr(*command, "--url", engine.url, QARR_POLICY__PROFILES=str(tmp_path), QARR_CACHE_DIR=str(tmp_path))
+    said = f"{engine.url} is an engine (vLLM 0.11.0), not a router: give the router's address with --url or QARR_URL"
+    assert str(done.exception) == said
+
+
+def test_what_is_neither_router_nor_engine_is_asked_about(tmp_path: Path) -> None:
+    """Any other server, and one whose version is no vLLM's."""
+    for answers in ({}, {"GET /version": (200, b"1.0")}, {"GET /version": (200, {"v": 1})}):
+        with stub_router(**answers) as other:
+            other.unknown = {"detail": "Not Found"}
+            done = qarr("profile", "latency", "--url", other.url, QARR_POLICY__PROFILES=str(tmp_path))
+            assert "/tiers answered HTTP 404: is this a router?" in str(done.exception)
+            with pytest.raises(OperationError, match="/tiers answered HTTP 404: is this a router"):
+                RouterApiClient(other.url, "").ask("/tiers")

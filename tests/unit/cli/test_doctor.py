@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from router.auth.api_keys import add_key
+from router.auth.api_keys import add_key, switch_keys
 from router.cli.doctor import checks
 from router.cli.doctor.checks import (
     CheckContext,
@@ -33,7 +33,9 @@ from tests.unit.cli.stub_router import qarr, stub_router
 from tests.unit.own_router import QARR, own_router
 from tiers.checkpoints.checkpoint import check_whole, read_checkpoint, seal
 from tiers.errors import CheckpointError
+from tiers.kernels import InstructionSet
 from tiers.lifecycle.process import GUARD
+from tiers.plan import GIB, Gpu, Machine
 from tiers.spec import STANDARD_TIERS, TierName
 
 pytestmark = pytest.mark.anyio
@@ -204,6 +206,12 @@ def test_key_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.chmod(0o644)
     assert one("keys")[::2] == (WARNING, f"chmod 600 {file}")
     assert key not in str(found("keys"))
+    file.chmod(0o600)
+    switch_keys(file, on=False)
+    assert one("keys")[0] is PROBLEM  # others reach that address
+    monkeypatch.delenv("QARR_SERVER__HOST")
+    told = f"none needed ('qarr keys on' needs them again): 1 in force, 1 of them for operators ({file})"
+    assert one("keys")[:2] == (OK, told)
     file.write_text("{")
     assert one("keys")[0] is PROBLEM
     file.unlink()
@@ -216,6 +224,51 @@ def test_key_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_a_gpu_means(compute: str, health: Health) -> None:
     assert judge_gpu(["0", "a GPU", "550.1", compute, "81559", "81000"]).health is health
+
+
+def on_machine(monkeypatch: pytest.MonkeyPatch, instructions: InstructionSet | None, *gpus: Gpu) -> None:
+    monkeypatch.setattr(checks, "read_machine", lambda: Machine((0, 1), 24 * GIB, gpus, instructions))
+
+
+@pytest.mark.parametrize(
+    ("instructions", "fast", "precise"),
+    [
+        (
+            InstructionSet.AVX2,
+            "QARR's kernel (vLLM has none for AVX2)",
+            "QARR's kernel, in float32 (oneDNN has none for AVX2)",
+        ),
+        (InstructionSet.AVX512, "QARR's kernel (no AMX)", "vLLM's (oneDNN)"),
+        (InstructionSet.AMX, "vLLM's kernel (AMX)", "vLLM's (oneDNN, small layers by AMX)"),
+    ],
+)
+def test_which_kernels_will_compute_the_tiers(
+    instructions: InstructionSet, fast: str, precise: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_machine(monkeypatch, instructions)
+    assert one("kernels")[:2] == (
+        OK, f"fast: 4 bits by {fast}; balanced: FP8 by QARR's kernel; precise: BF16 by {precise}",
+    )  # fmt: skip
+
+
+def test_nothing_is_said_of_kernels_that_vllm_chooses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On GPUs; on processors that no engine runs on; for engines elsewhere; of a given checkpoint's layers not too much."""
+    on_machine(monkeypatch, InstructionSet.AVX512, Gpu(0, "H200", 141 * GIB, 140 * GIB))
+    assert one("kernels")[:2] == (OK, "vLLM chooses them by the GPU")
+    on_machine(monkeypatch, None)
+    assert found("kernels") == []
+    on_machine(monkeypatch, InstructionSet.AVX512)
+    elsewhere = context({"tiers": {name: {"urls": (f"http://{name}:1",)} for name in STANDARD_TIERS}})
+    assert next(iter(checks.kernels(elsewhere))).found == "none needed: every tier runs elsewhere"
+    folder = checkpoint(tmp_path / "own")
+    quantization = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    given = context(
+        {"tiers": {"fast": {"checkpoint": folder}, "balanced": {"checkpoint": checkpoint(tmp_path / "odd")}}}
+    )
+    fast, balanced, precise = next(iter(checks.kernels(given))).found.split("; ")
+    assert fast == "fast: FP8 by QARR's kernel, or vLLM's for layers that it does not take"
+    assert (balanced, precise) == ("balanced: vLLM chooses (format unknown)", "precise: BF16 by vLLM's (oneDNN)")
 
 
 async def doctor(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -294,7 +347,7 @@ def test_the_report_as_text_and_as_json(monkeypatch: pytest.MonkeyPatch) -> None
     assert lines[0] == "Settings"
     assert lines[1].split()[:2] == ["problem", "settings"]
     assert lines[2].strip().startswith("-> 'qarr settings' lists every setting")
-    assert lines[-1].startswith("1 checks: 1 problems")
+    assert lines[-1] == "1 check: 1 problem, 0 warnings"
 
 
 def test_tiers_with_urls_are_not_local() -> None:
@@ -331,7 +384,10 @@ def test_the_port_of_a_router_is_not_a_problem() -> None:
 
 PROFILING = {"state": "off", "what": None, "total": 0, "done": 0, "detail": "", "measured": {}, "pointless": {}}
 FLEET = {"tiers": [], "profiling": PROFILING}
-SLOW = {"tiers": [], "profiling": PROFILING | {"pointless": {"balanced": "balanced is slower: leave it out"}}}
+SLOW = {
+    "tiers": [],
+    "profiling": PROFILING | {"pointless": {"balanced": "balanced may not pay: here a token takes 94 ms"}},
+}
 
 
 @pytest.mark.parametrize(
@@ -341,7 +397,7 @@ SLOW = {"tiers": [], "profiling": PROFILING | {"pointless": {"balanced": "balanc
         ({"GET /healthz": (200, {}), "GET /readyz": (503, {}), "GET /tiers": (200, FLEET)}, [PROBLEM, OK]),
         ({"GET /healthz": (200, {}), "GET /readyz": (200, {}), "GET /tiers": (401, {})}, [OK, WARNING]),
         ({"GET /healthz": (200, {}), "GET /readyz": (200, {}), "GET /tiers": (200, FLEET)}, [OK, OK]),
-        ({"GET /healthz": (200, {}), "GET /readyz": (200, {}), "GET /tiers": (200, SLOW)}, [OK, OK, WARNING]),
+        ({"GET /healthz": (200, {}), "GET /readyz": (200, {}), "GET /tiers": (200, SLOW)}, [OK, OK, OK]),
     ],
 )
 def test_what_runs(answers: dict[str, tuple[int, Any]], healths: list[Health]) -> None:
@@ -350,6 +406,13 @@ def test_what_runs(answers: dict[str, tuple[int, Any]], healths: list[Health]) -
         assert [f.health for f in checks.running_router(context(None, router.url, "secret"))] == healths
     sent = dict(zip(router.asked, router.keys, strict=True))
     assert sent.get("GET /tiers", "Bearer secret") == "Bearer secret"
+
+
+def test_the_address_of_an_engine_is_a_problem() -> None:
+    with stub_router(**{"GET /version": (200, {"version": "0.11.0"})}) as engine:
+        (found,) = checks.running_router(context(None, engine.url))
+    assert found.health is PROBLEM
+    assert found.found == f"{engine.url} is an engine (vLLM 0.11.0), not a router"
 
 
 def test_tiers_without_an_engine() -> None:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from router.auth.api_keys import KeysError, read_keys
+from router.auth.api_keys import KeysError, read_key_file, read_keys, version_of
 from router.cli.keys import expiry
-from tests.unit.cli.stub_router import qarr
+from tests.unit.cli.stub_router import qarr, stub_router
 
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the key file; no running router is looked for."""
     monkeypatch.setenv("QARR_AUTH__KEYS_FILE", str(tmp_path / "keys.json"))
+    monkeypatch.setenv("QARR_SERVER__PORT", "0")
+    monkeypatch.setenv("QARR_SERVER__RUNTIME_DIR", str(tmp_path / "run"))
     return tmp_path / "keys.json"
 
 
@@ -58,6 +62,7 @@ def test_the_list_shows_rights_and_no_hash(file: Path) -> None:
         assert record.sha256 not in shown + json.dumps(records)
 
 
+@pytest.mark.usefixtures("file")
 def test_an_empty_list_says_how_to_make_one() -> None:
     assert "qarr keys add NAME" in qarr("keys", "list").stdout
     assert json.loads(qarr("keys", "list", "--json").stdout) == []
@@ -90,6 +95,105 @@ def test_keys_have_budgets_teams_and_an_end(file: Path, monkeypatch: pytest.Monk
     assert (first.engine_seconds_per_day, first.over_budget, first.expires) == (1.5, "cheapest", None)
     assert (second.team, second.money_per_day, str(second.expires)) == ("blue", 2, "2099-02-01 00:00:00+00:00")
     assert "until 2099-02-01" in qarr("keys", "list").stdout
+
+
+def health(version: str | None, *, required: bool, reasons: tuple[str, ...] = ()) -> tuple[int, Any]:
+    """Return what a router says of its keys; a router that has no tier yet says it with a 503."""
+    return 503, {"status": "degraded", "reasons": reasons, "keys": {"required": required, "version": version}}
+
+
+def test_the_first_key_of_a_running_router_is_asked_for(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is made: nobody who answers, and whoever says no, makes none; yes, and --yes, make it."""
+    monkeypatch.setattr("router.cli.key_followers.FOLLOW_S", 0.1)
+    with stub_router(**{"GET /health": health(None, required=False)}) as router:
+        for answer in ("", "n\n", "\n"):
+            asked = qarr("keys", "add", "a", "--url", router.url, stdin=answer)
+            assert isinstance(asked.exception, KeysError)
+            assert "--yes" in str(asked.exception)
+            assert f"{router.url} serves everyone without a key" in asked.stderr.replace("\n", " ")
+            assert "qarr keys off" in asked.stderr
+            assert not file.exists()
+        made = qarr("keys", "add", "a", "--url", router.url, stdin="y\n")
+        assert made.exit_code == 0
+        assert made.stdout.startswith("qarr-")
+        assert len(made.stdout.split()) == 1
+        assert "reads another file" in made.stderr.replace("\n", " ")
+        assert qarr("keys", "add", "b", "--url", router.url).exit_code == 0  # the second one locks nobody out
+        file.unlink()
+        assert qarr("keys", "add", "a", "--yes", "--url", router.url).exit_code == 0
+
+
+def test_nobody_is_asked_where_no_keyless_router_is_seen(file: Path) -> None:
+    """Not where keys are needed already, as by an issuer, nor of a server that does not say; it is told what was looked at."""
+    for answer in (health(None, required=True), (200, {"status": "healthy"}), (200, b"<html>"), (404, {})):
+        with stub_router(**{"GET /health": answer}) as router:
+            done = qarr("keys", "add", "a", "--url", router.url)
+        assert done.exit_code == 0, answer
+        assert router.asked
+        file.unlink()
+    done = qarr("keys", "add", "a")
+    assert "no running router was seen" in done.stderr
+
+
+def test_a_change_waits_for_the_router(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it says that it has the file's content; one that keeps the old one is an error, with its own reasons."""
+    monkeypatch.setattr("router.cli.key_followers.FOLLOW_S", 0.1)
+    qarr("keys", "add", "a")
+    old = version_of(file.read_bytes())
+    said = ("the key file cannot be used: the keys read before stay in force",)
+    with stub_router(**{"GET /health": health(old, required=True, reasons=said)}) as router:
+        done = qarr("keys", "revoke", "a", "--url", router.url)
+        assert done.stdout.startswith("revoked key")
+        assert isinstance(done.exception, KeysError)
+        assert said[0] in str(done.exception)
+        assert "still in force" in str(done.exception)
+        assert "no key is in force" in done.stderr
+
+    class Following(dict[str, Any]):
+        """What a router says that has read the file at the third question."""
+
+        asked = 0
+
+        def get(self, key: str, default: Any = None) -> Any:
+            del key, default
+            self.asked += 1
+            return health(version_of(file.read_bytes()) if self.asked > 2 else "before", required=True)
+
+    monkeypatch.setattr("router.cli.key_followers.FOLLOW_S", 30)
+    with stub_router() as router:
+        router.answers = Following()
+        done = qarr("keys", "team", "blue", "--url", router.url)
+        assert done.exit_code == 0
+        assert f"the router at {router.url} has taken it over" in done.stderr.replace("\n", " ")
+
+
+def test_keys_are_switched_off_and_on(file: Path) -> None:
+    """The keys stay meanwhile, and further ones can be made for clients before they are needed."""
+    assert isinstance(qarr("keys", "on").exception, KeysError)
+    assert "0 keys in force stay" in qarr("keys", "off").stdout
+    added = qarr("keys", "add", "a")
+    assert "keys are off" in added.stderr
+    assert "keys are off" in qarr("keys", "list").stdout
+    assert "1 key in force in" in qarr("keys", "on").stdout
+    assert not read_key_file(file).is_off
+    assert "keys are off" not in qarr("keys", "list").stdout
+    assert "1 key in force stay" in qarr("keys", "off").stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"QARR_SERVER__HOST": "0.0.0.0"}, "auth.allow_keyless = true"),
+        ({"QARR_JWT__ISSUER": "https://a/", "QARR_JWT__AUDIENCE": "q", "QARR_JWT__JWKS": "/none"}, "jwt.issuer is set"),
+    ],
+)
+def test_keys_are_not_switched_off_where_that_opens_nothing_or_too_much(
+    settings: dict[str, str], says: str, file: Path
+) -> None:
+    assert says in str(qarr("keys", "off", **settings).exception)
+    assert not file.exists()
+    if "QARR_SERVER__HOST" in settings:
+        assert qarr("keys", "off", **settings, QARR_AUTH__ALLOW_KEYLESS="true").exit_code == 0
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.stub_router import qarr
-from tests.unit.own_engines import until
 from tests.unit.own_router import QARR
+from tests.waiting import until
 from tiers.errors import OperationError
 
 TRACE, REQUEST = "ab" * 16, "cd" * 16
@@ -154,7 +154,7 @@ async def test_the_command_follows(tmp_path: Path) -> None:
         assert await asyncio.to_thread(process.wait, 10) == 0
     finally:
         process.kill()
-        process.wait()
+        process.wait(60)
     shown = out.read_text()
     assert "half of a line" in shown
     assert "the last" in shown

@@ -14,6 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.waiting import within
+
 QARR = Path(sys.executable).with_name("qarr")
 
 
@@ -45,7 +47,7 @@ def test_classify_jsonl(tmp_path: Path) -> None:
     greeting, code = [json.loads(line) for line in done.stdout.splitlines()]
     fields = {"contains_code", "asks_for_code", "language", "class", "confidence", "tokens", "tier"}
     assert fields <= greeting.keys()
-    assert (greeting["class"], greeting["tier"], greeting["asks_for_code"]) == ("chat", "fast", False)
+    assert (greeting["class"], greeting["tier"], greeting["asks_for_code"]) == ("small_talk", "fast", False)
     assert (code["class"], code["asks_for_code"], code["language"]) == ("code", True, "python")
     assert code["tier"] != "fast"
 
@@ -149,7 +151,7 @@ async def test_any_free_port_is_printed(tmp_path: Path) -> None:
                 assert (await client.get(f"{named[1]}/healthz")).status_code == 200
         finally:
             process.kill()
-            await process.communicate()
+            await within(process.communicate(), "the process to end")
 
 
 def test_taken_port_ends_before_anything_starts() -> None:

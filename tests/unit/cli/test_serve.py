@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from redis import Redis
 from typer.testing import CliRunner
 
-from router.cli.main import COMMANDS, make_app
+from router.cli.main import COMMANDS, SHOWN, make_app
 from router.cli.serve import _show_plan, _to_follow
 from router.section import SettingsError
+from tests.conftest import RedisServer
+from tests.fakes import quantizer as fake_quantizer
 from tests.unit.cli.stub_router import qarr
+from tests.unit.tiers.test_checkpoints import model
 from tiers.errors import TierError
 from tiers.fleet import Fleet
 from tiers.plan import GIB, Plan, Share
@@ -41,7 +49,7 @@ def test_the_plan_says_what_is_measured_and_what_is_estimated(
     _show_plan("m", Plan("CPU (2 cores)", shares), (made, unmade))
     head, grown, plain = capsys.readouterr().err.splitlines()
     assert head == "model m on CPU (2 cores)"
-    assert "fast     awq-int4  weights ~2.00 GiB (1.00 on disk: this CPU has no AMX), KV cache  1.00 GiB" in grown
+    assert "fast     awq-int4  weights ~2.00 GiB (1.00 on disk, repacked for this CPU), KV cache  1.00 GiB" in grown
     assert "weights  0.50 GiB, KV cache  1.00 GiB (4096 tokens), context 2048" in plain
 
 
@@ -57,9 +65,37 @@ def test_tiers_to_follow_have_a_time_where_it_is_known() -> None:
 
 def test_a_model_without_checkpoints_has_an_empty_list() -> None:
     """Nothing is made or downloaded by looking; one that cannot be prepared says why."""
-    assert json.loads(qarr("model", "list").stdout) == []
+    assert json.loads(qarr("model", "list", "--json").stdout) == []
+    nothing = qarr("model", "list")
+    assert nothing.stdout == ""
+    assert "'qarr model prepare' makes them" in nothing.stderr
     assert isinstance(qarr("model", "prepare", "--model", "no such model").exception, TierError)
     assert isinstance(qarr("model", "list", QARR_MODEL__CALIBRATION_SAMPLES="-7").exception, SettingsError)
+
+
+def test_finished_checkpoints_are_listed_with_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line each for people, and as JSON what scripts read."""
+    orders, python = tmp_path / "orders", tmp_path / "python"
+    orders.mkdir()
+    for command in ("bf16", "fp8", "awq"):
+        (orders / command).write_text("done")
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(fake_quantizer.__file__)} "$@"\n')
+    python.chmod(0o755)
+    for name, value in {
+        "FAKE_QUANTIZER": orders, "QARR_MODEL__NAME": model(tmp_path / "model"), "QARR_MODEL__STORE": tmp_path / "store",
+        "QARR_QUANTIZER__PYTHON": python,
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, str(value))
+    made = qarr("model", "prepare")
+    assert made.exit_code == 0, made.output
+    listed = qarr("model", "list").stdout.splitlines()
+    rows = json.loads(qarr("model", "list", "--json").stdout)
+    assert [row["tier"] for row in rows] == ["fast", "balanced", "precise"]
+    for line, row in zip(listed, rows, strict=True):
+        assert line.split()[0] == row["tier"]
+        assert line.endswith(f" {row['path']}")
+        assert row["weights_digest"][:16] in line
+        assert Path(row["path"]).is_dir()
 
 
 def test_settings_are_a_table_or_a_schema(tmp_path: Path) -> None:
@@ -88,3 +124,30 @@ def test_the_other_name_of_serve_is_not_listed() -> None:
     names = re.findall(r"^\W+(\w+)  ", listed, re.MULTILINE)
     assert sorted(set(names) & set(COMMANDS)) == sorted(set(COMMANDS) - {"router"})
     assert qarr("router", "--help").exit_code == 0
+
+
+@pytest.mark.parametrize("typed", ["tier", "key", "log", "rout", "server", "modle", "setting", "adapter", "profil"])
+def test_a_mistyped_command_is_answered_with_commands_that_exist(typed: str) -> None:
+    """Those of the help: not those that are kept for what a command was called elsewhere."""
+    said = CliRunner().invoke(make_app(), [typed]).output
+    suggested = re.findall(r"'([a-z]+)'", said)[1:]
+    assert set(suggested) <= set(SHOWN)
+    assert suggested or typed == "rout"
+
+
+def test_a_redis_without_scripts_is_refused_in_one_line(own_redis: RedisServer) -> None:
+    """Routers would each count alone, however many there are."""
+    with Redis.from_url(own_redis.url) as operator:
+        operator.execute_command("ACL", "SETUSER", "default", "-@scripting")
+    done = subprocess.run(
+        [Path(sys.executable).with_name("qarr"), "serve", "--fast", "http://127.0.0.1:1"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "QARR_STATE__REDIS_URL": own_redis.url},
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: state.redis_url: this Redis cannot count for routers (")
+    assert line.endswith("allow its user EVAL, or EVALSHA and SCRIPT LOAD")

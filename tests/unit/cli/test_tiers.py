@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.cli.stub_router import StubRouter, qarr, stub_router
 from tiers.errors import OperationError
+from tiers.lifecycle.canary import read_canary
 
 REPLICA: dict[str, Any] = {
     "id": "fast-0", "state": "ready", "precision": "fp8", "in_flight": 2, "served": 40, "failed": 1, "kv_cache_usage": 0.256, "tpot_ms": 31.26,
@@ -105,6 +106,64 @@ def test_a_tier_means_its_replicas_one_after_another() -> None:
     assert not [asked for asked in router.asked if "fast-1" in asked]
 
 
+def fast_and_precise(fast: str, precise: str) -> dict[str, Any]:
+    tiers = [
+        {
+            "tier": "fast",
+            "state": fast,
+            "replicas": [{**REPLICA, "state": fast}, {**BARE, "state": fast}],
+            "preparing": None,
+        },
+        {"tier": "precise", "state": precise, "replicas": [{**REPLICA, "id": "precise-0", "state": precise}]},
+    ]
+    return {"model": "m", "machine": "a CPU", "tiers": tiers}
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "states"),
+    [
+        ("drain", "fast", ("ready", "failed")),
+        ("drain", "precise-0", ("draining", "ready")),
+        ("restart", "precise", ("failed", "ready")),
+        ("remove", "precise-0", ("warming", "ready")),
+    ],
+)
+def test_whether_nobody_is_to_be_served_is_asked(kind: str, target: str, states: tuple[str, str]) -> None:
+    """Nothing is begun without a yes or --force."""
+    answers: dict[str, tuple[int, Any]] = {"GET /tiers": (200, fast_and_precise(*states))}
+    for replica in ("fast-0", "fast-1", "precise-0"):
+        answers[f"POST /admin/replicas/{replica}/{kind}"] = (202, operation("done", "over"))
+    done, router = operate(kind, target, answers)
+    assert isinstance(done.exception, OperationError)
+    assert "--force" in str(done.exception)
+    assert "every request gets 503" in done.stderr
+    assert router.asked == ["GET /tiers"]
+    done, router = operate(kind, target, answers, "--force")
+    assert done.exit_code == 0
+    with stub_router(**answers) as router:
+        assert qarr("tiers", kind, target, "--url", router.url, stdin="y\n").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "states"),
+    [
+        ("drain", "fast", ("ready", "ready")),
+        ("drain", "fast-0", ("ready", "failed")),
+        ("drain", "fast", ("failed", "ready")),
+        ("drain", "fast", ("failed", "failed")),
+        ("restart", "fast", ("ready", "failed")),
+        ("recycle", "precise", ("failed", "ready")),
+        ("resume", "precise", ("failed", "ready")),
+    ],
+)
+def test_where_others_serve_or_nobody_did_nothing_is_asked(kind: str, target: str, states: tuple[str, str]) -> None:
+    """A tier's replicas are restarted one after another, and a recycled engine has a successor first."""
+    answers: dict[str, tuple[int, Any]] = {"GET /tiers": (200, fast_and_precise(*states))}
+    for replica in ("fast-0", "fast-1", "precise-0"):
+        answers[f"POST /admin/replicas/{replica}/{kind}"] = (202, operation("done", "over"))
+    assert operate(kind, target, answers)[0].exit_code == 0
+
+
 @pytest.mark.parametrize("target", ["fast-9", "huge", "precise", ""])
 def test_unknown_targets_are_named_with_what_there_is(target: str) -> None:
     """A tier without replicas is no target; nothing is asked of any replica."""
@@ -113,11 +172,13 @@ def test_unknown_targets_are_named_with_what_there_is(target: str) -> None:
     assert router.asked == ["GET /tiers"]
 
 
-def test_recorded_answers_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any there is nothing to delete, and no file is made; other names are no tiers."""
+def test_what_a_tiers_engines_compute_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the next hour, also where nothing was recorded yet; other names are no tiers."""
     monkeypatch.setenv("QARR_POLICY__PROFILES", str(tmp_path / "profiles"))
-    assert "0 records of fast" in qarr("tiers", "record", "fast").stdout
-    assert not (tmp_path / "profiles").exists()
+    told = qarr("tiers", "record", "fast").stdout
+    assert told == "fast: starts and resumes of the next hour are accepted and recorded\n"
+    (acceptance,) = read_canary(tmp_path / "profiles/canary.json").acceptances
+    assert acceptance.tier == "fast"
     assert qarr("tiers", "record", "fast-0").exit_code == 2
 
 
@@ -154,7 +215,7 @@ def test_a_replica_is_removed_by_its_id_or_its_address(named: str, monkeypatch: 
         "POST /admin/replicas/fast-0/remove": (202, operation("running", "waits for 2 open requests")),
         "GET /admin/operations/7": (200, operation("done", "removed")),
     }
-    done, _ = operate("remove", named, answers)
+    done, _ = operate("remove", named, answers, "--force")
     assert (done.exit_code, done.stdout) == (0, "fast-0: remove done, removed\n")
     assert done.stderr.splitlines()[-1].endswith("fast-0: removed (is gone)")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.engine import Behaviour
-from tests.unit.own_engines import until
 from tests.unit.own_router import QARR, own_router
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -34,7 +34,7 @@ async def test_top_in_a_terminal(tmp_path: Path) -> None:
             asking = asyncio.create_task(router.generate())
             await until(lambda: "decode" in after())
             assert (await asking).status_code == 200
-            await until(lambda: "chat, trivial: fast" in after())
+            await until(lambda: "small talk, trivial: no precision" in after())
             router.kill()
             await until(lambda: "trying again" in after())
             await router.start()
@@ -45,7 +45,7 @@ async def test_top_in_a_terminal(tmp_path: Path) -> None:
             assert await asyncio.to_thread(process.wait, 20) == 0
         finally:
             process.kill()
-            process.communicate()
+            process.communicate(timeout=60)
         assert "\x1b[?1049l" in after()
         assert "Traceback" not in after()
 
@@ -56,13 +56,13 @@ async def test_once_is_text(tmp_path: Path) -> None:
         assert (await router.generate(stream=False)).status_code == 200
         once = await router.qarr("top", "--once")
         assert (once.returncode, "\x1b" in once.stdout) == (0, False)
-        for part in ("3/3 tiers ready", "fast-0", "0/", "ENDED", "chat, trivial"):
+        for part in ("3/3 tiers ready", "fast-0", "0/", "ENDED", "small talk, trivial"):
             assert part in once.stdout
 
 
 async def test_without_a_router() -> None:
     """Status 2, where it looked, and what to do."""
     argv = [QARR, "top", "--url", "http://127.0.0.1:9"]
-    done = await asyncio.to_thread(subprocess.run, argv, capture_output=True, text=True, check=False)
+    done = await asyncio.to_thread(subprocess.run, argv, capture_output=True, text=True, check=False, timeout=100)
     assert (done.returncode, done.stdout) == (2, "")
     assert "no router answers at http://127.0.0.1:9" in done.stderr

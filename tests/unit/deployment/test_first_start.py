@@ -13,8 +13,8 @@ import pytest
 
 from router.deployment.first_start import NICENESS
 from tests.unit.first_up import MEMORY, first_up
-from tests.unit.own_engines import until
 from tests.unit.own_router import QARR
+from tests.waiting import until
 from tiers.plan import group_room
 from tiers.preparing import ENGINE_START_S, TYPICAL, WRITING_S, Preparations, about
 from tiers.spec import STANDARD_TIERS, TierName

@@ -21,7 +21,7 @@ from router.deployment.layout import (
     prepare_options,
     tier_spec,
 )
-from router.deployment.options import make_canary, supervisor_options
+from router.deployment.options import supervisor_options
 from router.section import SettingsError
 from router.settings import Settings, load_settings
 from tests.unit.cli.test_doctor import checkpoint
@@ -34,7 +34,8 @@ from tiers.spec import STANDARD_TIERS, UNKNOWN, TierName
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 URL = "http://10.0.0.5:8000"
 
-HERMES = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")  # of a template that shows no family
+# Of a template that shows no family.
+HERMES = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--tool-strict-level", "parameter")
 
 
 def settings(**overrides: Any) -> Settings:
@@ -104,7 +105,7 @@ def test_engines_that_come_and_go_are_named_by_dns_and_a_file(tmp_path: Path) ->
     assert [spec.replicas for spec in deployment.specs] == [0, 0, 0]
     assert (fast.named_by, fast.stated_precision) == (("http://engines:8000", str(file)), "fp8")
     assert (fast.identity, balanced.identity, precise.identity) == (f"http://engines:8000 {file}", URL, str(file))
-    options = supervisor_options(settings(tiers=given, discovery={"file": file, "interval_s": 1}), "here").discovery
+    options = supervisor_options(settings(tiers=given, discovery={"file": file, "interval_s": 1})).discovery
     assert (options.file, options.names, options.interval_s) == (file, {FAST: "http://engines:8000"}, 1)
 
 
@@ -252,16 +253,15 @@ def test_a_late_counter_counts_as_its_present_one() -> None:
 def test_supervision_follows_the_settings(tmp_path: Path) -> None:
     """Each setting reaches the part that it is for."""
     given = settings(
-        engine={"hang_s": 7, "max_restarts": 2, "api_key": "k", "drain_s": 3, "warmup_expected": "42"},
+        engine={"hang_s": 7, "max_restarts": 2, "api_key": "k", "drain_s": 3, "check_tolerance": 2},
         policy={"profiles": tmp_path},
     )
-    supervised = supervisor_options(given, "a machine")
+    supervised = supervisor_options(given)
     assert (supervised.watchdog.hang_s, supervised.watchdog.max_restarts) == (7, 2)
     assert supervised.operations.drain_s == 3
-    assert (supervised.external_api_key, supervised.warmup.expected) == ("k", "42")
+    assert supervised.external_api_key == "k"
     assert supervised.canary is not None
-    assert (supervised.canary.path, supervised.canary.machine) == (tmp_path / "canary.json", "a machine")
-    assert make_canary(given, "b").machine == "b"
+    assert (supervised.canary.path, supervised.canary.tolerance) == (tmp_path / "canary.json", 2)
 
 
 def test_each_tier_has_arguments_and_variables_of_its_own(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from router.middleware.request import RequestMiddleware
 from router.server.responder import OUT
 from router.telemetry.tracing import Telemetry
 from tests.unit.sent_responder import SentResponder
+from tests.waiting import within
 
 pytestmark = pytest.mark.anyio
 
@@ -132,7 +133,7 @@ async def test_a_draining_router_takes_no_new_work(open_door: Doorway) -> None:
 async def test_an_answer_that_has_not_begun_by_the_deadline_is_a_503(open_door: Doorway, path: str) -> None:
     open_door.stop_after = "nothing"
     asked = asyncio.create_task(open_door.ask("POST", path))
-    await open_door.begun.wait()
+    await within(open_door.begun.wait(), "the request to begin")
     open_door.state.end_all()
     status, _, body = await asked
     assert status == 503
@@ -154,7 +155,7 @@ async def test_a_stream_ends_with_an_error_at_the_deadline(
     """What has begun as one object is cut: nothing that could be added would make it right."""
     open_door.stop_after, open_door.media_type = "start", media_type
     asked = asyncio.create_task(open_door.ask("POST", path))
-    await open_door.begun.wait()
+    await within(open_door.begun.wait(), "the request to begin")
     open_door.state.end_all()
     status, _, body = await asked
     assert (status, body[: len(ends_with)]) == (200, ends_with)
@@ -164,7 +165,7 @@ async def test_a_stream_ends_with_an_error_at_the_deadline(
 async def test_a_client_that_leaves_is_counted_as_499(open_door: Doorway) -> None:
     open_door.stop_after = "nothing"
     asked = asyncio.create_task(open_door.ask())
-    await open_door.begun.wait()
+    await within(open_door.begun.wait(), "the request to begin")
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asked

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -12,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from classifier import PromptClass
 from router.monitoring.metrics import RequestMetrics
-from router.pipeline.registry import OVER_BUDGET, OVER_QUOTA
-from router.policy.decision import Refusal
+from router.pipeline.registry import ENGINE_REFUSED, OVER_BUDGET, OVER_QUOTA
+from router.policy.decision import SLA_IMPOSSIBLE, TIER_ABSENT, Refusal
 from router.telemetry.record import Outcome, RequestRecord
 from tests.unit.records import decision, record
 from tests.unit.router_stack import Stack, router_stack
@@ -94,7 +96,12 @@ def test_the_overflow_is_counted_by_what_became_of_requests() -> None:
     assert counted.value("refusals_total", reason="at_capacity") == 1
 
 
-@pytest.mark.parametrize("reason", [*(refusal.value for refusal in Refusal), OVER_QUOTA, OVER_BUDGET])
+REASONS = [
+    *(refusal.value for refusal in Refusal), OVER_QUOTA, OVER_BUDGET, ENGINE_REFUSED, TIER_ABSENT, SLA_IMPOSSIBLE,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", REASONS)
 def test_refusals_are_there_at_0_before_the_first(reason: str) -> None:
     """The rate of a new series misses its first event."""
     assert Counted().value("refusals_total", reason=reason) == 0
@@ -164,6 +171,41 @@ async def test_a_scrape_reads_the_fleet_as_it_is(tmp_path: Path) -> None:
         lease.release()
         stack.fleet.remove(first)
         assert not any(first.id in names for names in await scrape(stack))
+
+
+@pytest.mark.anyio
+async def test_what_callers_have_to_end_is_no_error_anywhere(tmp_path: Path) -> None:
+    """A value that the engine refuses, bounds that no engine meets, a tier that is not there: refused, and none's fault."""
+    async with router_stack(tmp_path, {"tiers": {"balanced": {"replicas": 0}}}) as stack:
+        engine = stack.engines[FAST]
+        engine.status = 400
+        refused = await stack.generate(temperature=2, sla={"ttft_ms": 60_000})
+        assert (refused.status_code, refused.json()["type"]) == (422, "urn:qarr:problem:engine-refused")
+        engine.status = 200
+        absent = await stack.generate(tier="balanced", tier_policy="require")
+        assert (absent.status_code, absent.json()["type"]) == (422, "urn:qarr:problem:not-ready")
+        page = families(await stack.client.get(f"{stack.url}/metrics"))
+        assert page["qarr_refusals_total", "engine_refused"] == 1
+        assert page["qarr_refusals_total", "tier_absent"] == 1
+        assert page["qarr_refusals_total", "not_ready"] == 0
+        assert page["qarr_requests_total", "refused"] == 2
+        assert ("qarr_requests_total", "error") not in page
+        assert ("qarr_sla_requests_total", "missed") not in page
+        assert not any(value for (name, _), value in page.items() if name == "qarr_upstream_failures_total")
+        shown = (await stack.client.get(f"{stack.url}/requests")).json()["requests"]
+        assert [each["outcome"] for each in shown] == ["refused", "refused"]
+        assert stack.pipeline.registry.totals["error"] == 0
+        assert [replica.breaker.opened for replica in stack.fleet.replicas] == [0, 0]
+
+
+def families(answer: httpx.Response) -> dict[tuple[str, str], float]:
+    """Return the samples of a scrape by name and the one label that tells how requests ended, added up."""
+    found: Counter[tuple[str, str]] = Counter()
+    for family in parse_text(answer.text):
+        for sample in family.samples:
+            told = next((sample.labels[name] for name in ("outcome", "reason", "result") if name in sample.labels), "")
+            found[sample.name, told] += sample.value
+    return found
 
 
 @pytest.mark.anyio

@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.monitoring.test_metrics import scrape
 from tests.unit.router_stack import router_stack
+from tests.waiting import until
 from tiers.spec import TierName
 from tiers.speed import SpeedModel
 
@@ -28,8 +29,12 @@ async def test_autoscalers_see_queue_and_first_token_by_tier(tmp_path: Path) -> 
             stack.fleet.lease(tier, prompt_tokens=1000, max_tokens=10) for tier in (TierName.FAST, TierName.PRECISE)
         ]
         waiting = asyncio.create_task(stack.generate(stream=False))
-        while (during := await scrape(stack))["qarr_tier_waiting_requests", "fast"] != 1:
-            await asyncio.sleep(0.01)
+
+        async def metrics_with_one_waiting() -> dict[tuple[str, str], float] | None:
+            page = await scrape(stack)
+            return page if page["qarr_tier_waiting_requests", "fast"] == 1 else None
+
+        during = await until(metrics_with_one_waiting)
         assert during["qarr_tier_waiting_requests", "precise"] == 1
         assert during["qarr_tier_waiting_requests", "balanced"] == 0
         assert during["qarr_predicted_ttft_seconds", "fast"] > before["qarr_predicted_ttft_seconds", "fast"]

@@ -15,6 +15,7 @@ import pytest
 
 from router.auth.api_keys import add_key, revoke_key
 from tests.unit.router_stack import Stack, router_stack
+from tests.waiting import until
 from tiers.spec import TierName
 
 pytestmark = pytest.mark.anyio
@@ -41,12 +42,14 @@ class Tenants:
 
     async def traced(self, name: str, count: int) -> list[dict[str, Any]]:
         """Return the traces that a key sees, once there are as many; a span ends after its answer."""
-        async with asyncio.timeout(20):
-            while True:
-                found: list[dict[str, Any]] = (await self.get(name, "/traces")).json()["traces"]
-                if len(found) >= count:
-                    return found
-                await asyncio.sleep(0.02)
+        found: list[dict[str, Any]] = []
+
+        async def are_there() -> bool:
+            found[:] = (await self.get(name, "/traces")).json()["traces"]
+            return len(found) >= count
+
+        await until(are_there, f"{count} traces that {name} sees")
+        return found
 
 
 @asynccontextmanager
@@ -79,9 +82,11 @@ async def test_a_key_sees_its_own_requests(tmp_path: Path) -> None:
 
 async def test_a_key_sees_no_metrics_of_keys(tmp_path: Path) -> None:
     async with tenants(tmp_path) as world:
-        async with asyncio.timeout(20):
-            while 'key="alice"' not in (await world.get("boss", "/metrics")).text:  # it is counted once it is written
-                await asyncio.sleep(0.1)
+
+        async def is_counted() -> bool:
+            return 'key="alice"' in (await world.get("boss", "/metrics")).text
+
+        await until(is_counted, "metrics of the key alice: it is counted once its usage is written")
         for accept in ("", "application/openmetrics-text"):
             pages = {}
             for name in world.names:
@@ -186,9 +191,7 @@ async def test_who_watches_is_told_of_its_own(tmp_path: Path) -> None:
         engine = world.stack.engines[TierName.FAST]
         engine.delay_s = 0.3
         open_ = asyncio.create_task(world.ask("alice", "hi", **{"x-request-id": "alice-open"}))
-        async with asyncio.timeout(20):
-            while not engine.running:
-                await asyncio.sleep(0.01)
+        await until(lambda: engine.running, poll_s=0.01)
         pictures = {name: await followed(world, name, "in_flight") for name in world.names}
         await open_
         engine.delay_s = 0.0

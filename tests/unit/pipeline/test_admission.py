@@ -66,7 +66,7 @@ def door(tmp_path: Path, places: dict[TierName, int], *, replicas: int = 1, **op
     for spec in specs:
         for number in range(replicas):
             fleet.add(Replica(f"{spec.name}-{number}", spec, "u", "", "m", status=ReplicaStatus.READY))
-    policy = PolicyStore(settings.policy, fleet)
+    policy = PolicyStore(settings.policy, fleet, "made-8B")
     return Entrance(Admission(fleet, policy, settings.admission), fleet, policy)
 
 

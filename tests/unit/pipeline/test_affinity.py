@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from tests.fakes.engine import Behaviour
 from tests.unit.router_stack import Stack, router_stack
+from tests.waiting import until
 from tiers.prefix_memory import PrefixMemory
 from tiers.spec import TierName
 
@@ -124,10 +124,13 @@ async def test_hits_are_counted_as_predicted_and_as_reported(tmp_path: Path) -> 
 async def test_the_engines_own_counters_are_told(tmp_path: Path) -> None:
     """In metrics, and as a rate among the tiers."""
     async with router_stack(tmp_path, fast=Behaviour(cache_queries=800, cache_hits=200)) as stack:
-        labels, page = '{replica="fast-0",tier="fast"}', ""
-        while f"qarr_prefix_cache_queries_total{labels} 800.0" not in page:  # read twice a second
+        labels = '{replica="fast-0",tier="fast"}'
+
+        async def page_with_the_queries() -> str | None:
             page = (await stack.client.get(f"{stack.url}/metrics")).text
-            await asyncio.sleep(0.01)
+            return page if f"qarr_prefix_cache_queries_total{labels} 800.0" in page else None
+
+        page = await until(page_with_the_queries)  # the engine is read twice a second
         assert f"qarr_prefix_cache_hits_total{labels} 200.0" in page
         tiers = (await stack.client.get(f"{stack.url}/tiers")).json()["tiers"]
         assert {tier["tier"]: tier["replicas"][0]["prefix_cache_hit_rate"] for tier in tiers}["fast"] == 0.25

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,6 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from router.pipeline.failover import StopStringJoiner, _readings
 from tests.fakes.engine import PIECE, Behaviour
 from tests.unit.router_stack import Stack, events, router_stack
+from tests.waiting import until
 from tiers.spec import STANDARD_TIERS, TierName
 
 pytestmark = pytest.mark.anyio
@@ -318,7 +318,7 @@ async def test_what_has_a_structure_is_not_continued(tmp_path: Path, more: dict[
         assert chunks(text)[-1]["error"]["code"] == "stream_broken"
         assert "[DONE]" not in text
         assert not stack.engines[TierName.BALANCED].requests
-        assert not stack.engines[TierName.FAST].requests[-1].get("return_token_ids")
+        assert '_ids":[' not in text
 
 
 async def test_a_client_that_leaves_a_continued_answer_frees_both_engines(tmp_path: Path) -> None:
@@ -330,9 +330,7 @@ async def test_a_client_that_leaves_a_continued_answer_frees_both_engines(tmp_pa
             async for line in response.aiter_lines():
                 if "France" in line:
                     break
-        async with asyncio.timeout(10):
-            while stack.leases() or any(b.running for b in stack.engines.values()):
-                await asyncio.sleep(0.02)
+        await until(lambda: not (stack.leases() or any(b.running for b in stack.engines.values())), within_s=10)
 
 
 STOP = {"stop": ["<|end_of_answer|>"], "stream_options": {"include_usage": True}}

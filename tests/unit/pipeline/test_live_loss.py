@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
 from tests.unit.router_stack import router_stack
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -22,13 +22,12 @@ async def test_live_answers_that_differ_are_told(tmp_path: Path) -> None:
             found: list[dict[str, object]] = (await stack.client.get(f"{stack.url}/policy")).json()["live"]
             return found
 
-        before = (await stack.generate(prompt="Hello, how are you today?")).headers
-        while not (seen := await live()):
-            await asyncio.sleep(0.1)
+        before = (await stack.generate(prompt="What is tea?")).headers
+        seen = await until(live, "a live check")
         assert seen == [{"class": "chat", "tier": "fast", "checked": 1, "compared": 1, "differing": 1.0, "regret": 0.0}]
         metrics = (await stack.client.get(f"{stack.url}/metrics")).text
         assert 'qarr_live_differing_ratio{class="chat",tier="fast"} 1.0' in metrics
-        after = (await stack.generate(prompt="Hello, how are you today?")).headers
+        after = (await stack.generate(prompt="What is tea?")).headers
         assert after["x-qarr-tier"] == before["x-qarr-tier"] == "fast"
 
 

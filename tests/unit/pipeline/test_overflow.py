@@ -15,6 +15,9 @@ from openai import APIStatusError, AsyncOpenAI
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from router.auth.api_keys import add_key
 from router.monitoring.live import render_open
@@ -22,6 +25,7 @@ from router.policy.decide import UNKNOWN_RETRY_S
 from router.policy.decision_log import OverflowRecord, read_log
 from tests.fakes.engine import Behaviour, FakeEngine, serving
 from tests.unit.router_stack import Stack, events, router_stack
+from tests.waiting import until
 from tiers.breaker import BreakerOptions
 from tiers.fleet import Lease
 from tiers.spec import STANDARD_TIERS
@@ -37,6 +41,10 @@ CRLF = (
     b'data: {"id":"x","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,"delta":{},'
     b'"finish_reason":"stop"}]}\r\n\r\ndata: [DONE]\r\n\r\n'
 )
+WHOLE = {
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "Paris"}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+}
 
 
 @dataclass(slots=True)
@@ -61,9 +69,7 @@ class Full:
         return found
 
     async def ended(self) -> None:
-        async with asyncio.timeout(20):
-            while self.router.pipeline.registry.open:
-                await asyncio.sleep(0.01)
+        await until(lambda: not self.router.pipeline.registry.open, poll_s=0.01)
 
     def free(self) -> None:
         while self.leases:
@@ -127,7 +133,8 @@ async def test_it_answers_when_every_tier_is_full(tmp_path: Path, path: str, *, 
         assert (record["prompt_tokens"], record["output_tokens"]) == (10, 7)
         assert await at.metric("ok") == 1
         (asked,) = at.outside.requests
-        assert (asked["model"], asked["seed"], asked["max_tokens"]) == (MODEL, 7, 50)
+        limit_name = "max_tokens" if path == "/v1/completions" else "max_completion_tokens"
+        assert (asked["model"], asked["seed"], asked[limit_name]) == (MODEL, 7, 50)
         assert all(not engine.requests for engine in at.router.engines.values())
     logged = [each for each in read_log(tmp_path / "log") if isinstance(each, OverflowRecord)]
     assert [(each.overflow, each.failure, each.output_tokens, each.error) for each in logged] == [(NAME, None, 7, None)]
@@ -280,6 +287,70 @@ async def test_if_it_fails_the_refusal_stands(tmp_path: Path, status: int, caplo
             assert len(at.outside.requests) == count
 
 
+def _refusal(param: str, code: str = "unsupported_parameter") -> str:
+    error = {"message": f"'{param}' is wrong in 'hi'", "type": "invalid_request_error", "param": param, "code": code}
+    return json.dumps({"error": error})
+
+
+@dataclass(slots=True)
+class Choosy:
+    """A server that refuses some members of a body, as OpenAI's newer models and some others do; the rest it is asked."""
+
+    refuses: dict[str, str]  # a member, and the error's parameter
+    bodies: list[dict[str, Any]]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        body = await request.json()
+        self.bodies.append(body)
+        wrong = next((name for name in body if name in self.refuses), None)
+        if wrong is not None:
+            await Response(_refusal(self.refuses[wrong]), 400, media_type="application/json")(scope, receive, send)
+            return
+        chunk = CRLF.decode() if body.get("stream") else json.dumps(WHOLE)
+        kind = "text/event-stream" if body.get("stream") else "application/json"
+        await Response(chunk, media_type=kind)(scope, receive, send)
+
+
+@asynccontextmanager
+async def choosy(tmp_path: Path, **refuses: str) -> AsyncIterator[tuple[Full, Choosy]]:
+    server = Choosy(refuses, [])
+    async with serving(server) as url, full(tmp_path, url=f"{url}/v1") as at:
+        yield at, server
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+async def test_newer_models_of_openais_are_asked_as_they_want_it(tmp_path: Path, path: str) -> None:
+    """Neither the limit's older name nor a temperature that nobody asked for."""
+    async with choosy(tmp_path, max_tokens="max_tokens", temperature="temperature") as (at, server):
+        answer = await at.post(path, {**PATHS[path], "max_tokens": 9})
+        assert (answer.status_code, answer.headers["x-qarr-overflow"]) == (200, NAME)
+        assert [body["max_completion_tokens"] for body in server.bodies] == [9]
+
+
+async def test_a_server_that_knows_the_older_name_alone_is_asked_again(tmp_path: Path) -> None:
+    """And from then on by that name at once."""
+    async with choosy(tmp_path, max_completion_tokens="max_completion_tokens") as (at, server):
+        for _ in range(2):
+            answer = await at.post("/generate", {"prompt": "hi", "max_tokens": 9})
+            assert answer.headers["x-qarr-overflow"] == NAME
+        assert [("max_tokens" in body) for body in server.bodies] == [False, True, True]
+
+
+async def test_a_refusal_there_is_told_without_its_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The caller learns that it must change the request, and what of it; a limit that is too high stays one."""
+    async with choosy(tmp_path, temperature="temperature") as (at, server):
+        answer = await at.post("/generate", {"prompt": "hi", "temperature": 0.3})
+        assert answer.status_code == 503
+        told = f"the overflow {NAME} refuses it as well: HTTP 400 (unsupported_parameter, temperature)"
+        assert told in answer.json()["detail"]
+        assert "is wrong in" not in answer.text + caplog.text
+        server.refuses = {"max_completion_tokens": "max_completion_tokens", "max_tokens": "max_tokens"}
+        answer = await at.post("/v1/chat/completions", {**CHAT, "max_tokens": 9})
+        assert "(unsupported_parameter, max_completion_tokens)" in answer.json()["error"]["message"]
+        assert at.taken == 0
+
+
 @pytest.mark.parametrize(
     "nonsense", [b"<html>sign in</html>", b"{}", b'{"choices":[]}', b'data: {"error":{"message":"x"}}\n\n']
 )
@@ -329,9 +400,9 @@ async def test_a_client_that_leaves(tmp_path: Path, *, begun: bool) -> None:
     """The request ends at the overflow when its caller goes away, before the first token and after it."""
     async with full(tmp_path, Behaviour(stall_after=2 if begun else 0)) as at:
         post = asyncio.create_task(at.post("/v1/chat/completions", {**CHAT, "stream": True}))
-        async with asyncio.timeout(20):
-            while not at.outside.running or (begun and not any(r.answer for r in at.router.pipeline.registry.open)):
-                await asyncio.sleep(0.01)
+        await until(lambda: at.outside.running)
+        if begun:
+            await until(lambda: any(request.answer for request in at.router.pipeline.registry.open))
         (shown,) = at.router.pipeline.registry.open
         rendered = render_open(shown, 0.0)
         assert (rendered["overflow"], rendered["tier"], rendered["replica"]) == (NAME, None, None)
@@ -346,18 +417,14 @@ async def test_a_client_that_leaves(tmp_path: Path, *, begun: bool) -> None:
 
 
 async def _idle(behaviour: Behaviour) -> None:
-    async with asyncio.timeout(20):
-        while behaviour.running:
-            await asyncio.sleep(0.01)
+    await until(lambda: not behaviour.running, within_s=20)
 
 
 async def test_it_has_a_bound(tmp_path: Path) -> None:
     """With as many requests as it may have, the next one is refused as without it."""
     async with full(tmp_path, Behaviour(stall_after=1), max_in_flight=1) as at:
         first = asyncio.create_task(at.post("/generate", {"prompt": "hi"}))
-        async with asyncio.timeout(20):
-            while not at.outside.running:
-                await asyncio.sleep(0.01)
+        await until(lambda: at.outside.running, poll_s=0.01)
         assert (await at.post("/generate", {"prompt": "hi"})).status_code == 503
         assert (await at.record())["overflow_failure"] == "full"
         first.cancel()
@@ -384,9 +451,7 @@ async def test_requests_that_wait_go_there_later(tmp_path: Path) -> None:
     waits = {"admission": {"max_waiting": 1, "max_wait_s": {"standard": wait_s}}}
     async with full(tmp_path, settings=waits) as at:
         first = asyncio.create_task(at.post("/generate", {"prompt": "hi"}))
-        async with asyncio.timeout(20):
-            while not at.router.pipeline.admission.waiting:
-                await asyncio.sleep(0.01)
+        await until(lambda: at.router.pipeline.admission.waiting, poll_s=0.01)
         second = await at.post("/generate", {"prompt": "hi"})
         assert "(1 requests are waiting already; " in second.headers["x-qarr-reason"]
         assert not first.done()
@@ -406,9 +471,7 @@ async def test_none_that_is_ready(tmp_path: Path) -> None:
         async with router_stack(tmp_path, {"tiers": tiers, "overflow": overflow}) as stack:
             (replica,) = stack.fleet.replicas
             await stack.client.post(f"{stack.url}/admin/replicas/{replica.id}/drain")
-            async with asyncio.timeout(20):
-                while stack.fleet.is_ready(replica.spec.name):
-                    await asyncio.sleep(0.01)
+            await until(lambda: not stack.fleet.is_ready(replica.spec.name), poll_s=0.01)
             answer = await stack.generate()
             assert answer.headers["x-qarr-overflow"] == "127.0.0.1"
             assert answer.headers["x-qarr-reason"].startswith("no tier that may serve this is ready (")
@@ -452,6 +515,7 @@ async def test_its_spans(tmp_path: Path) -> None:
     assert "qarr.served.tier" not in spans["POST /generate"]
     there = spans[f"chat {MODEL}"]
     assert (there["qarr.overflow"], there["gen_ai.usage.output_tokens"], "qarr.tier" in there) == (NAME, 7, False)
+    assert there["gen_ai.provider.name"] == "openai"
     assert not any("traceparent" in headers for headers in at.outside.headers)
 
 

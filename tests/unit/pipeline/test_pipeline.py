@@ -32,6 +32,7 @@ from router.upstream.engine_stream import EngineStream
 from router.upstream.errors import EngineTooSlowError
 from router.upstream.json_object import JsonObject
 from router.upstream.overflow import OverflowClient
+from router.upstream.transport import EngineTransport
 from tests.fakes.engine import Behaviour
 from tests.unit.classifier.cases import ASKS, CONTAINS, NEITHER
 from tests.unit.upstream_stack import HI, UpstreamStack, text_of, until, upstream_stack
@@ -125,7 +126,9 @@ async def line(
             admission=Admission(stack.fleet, stack.policy, settings.admission),
             failover=Failover(*parts, settings.upstream.attempts, 256),
             overflow=Overflow(
-                OverflowClient(settings.overflow, settings.upstream, stack.telemetry), decisions, stack.telemetry
+                OverflowClient(settings.overflow, settings.upstream, stack.telemetry, EngineTransport()),
+                decisions,
+                stack.telemetry,
             ),
             registry=RequestRegistry(ServerState(), 9),
             decisions=decisions,

@@ -183,7 +183,7 @@ async def test_an_engines_words_are_told_without_the_prompt(words: str, shown: s
     """Why it refused a request; what it quotes at length may be of the prompt."""
     async with upstream_stack() as stack:
         record = ended(registry_of(), stack.decision(), EngineRefusedError(words, 400, b""))
-    assert (record.outcome, render_summary(record)["reason"]) == (Outcome.ERROR, shown)
+    assert (record.outcome, render_summary(record)["reason"]) == (Outcome.REFUSED, shown)
     assert request_line(render_summary(record)).endswith(f" why: {shown}")
 
 
@@ -194,6 +194,25 @@ async def test_any_number_of_vllms_has_a_class(priority: int, name: str) -> None
     async with upstream_stack() as stack:
         with entry(registry_of(), context(), stack.decision(), priority) as request:
             assert request.priority == name
+
+
+async def test_nothing_was_promised_to_a_callers_mistake() -> None:
+    """So it misses no bound; a request that found no place does."""
+    async with upstream_stack() as stack:
+        registry, decision = registry_of(), stack.decision()
+        query = structs.replace(decision.query, sla=LOOSE)
+        asked = structs.replace(decision, query=query)
+        refused = structs.replace(asked, tier=None, refusal=Refusal.TOO_LONG)
+        impossible = structs.replace(refused, refusal=Refusal.SLA_UNMET, retry_after_s=None)
+        mistakes = [EngineRefusedError("temperature"), OverQuotaError("tokens", 5, 9, None)]
+        for error in (*mistakes, RequestRefusedError(refused), RequestRefusedError(impossible)):
+            assert ended(registry, asked, error).sla_met is None
+        assert registry.recent[-1].error == "sla_impossible"
+        full = structs.replace(refused, refusal=Refusal.AT_CAPACITY)
+        later = structs.replace(impossible, retry_after_s=1.0)
+        for error in (RequestRefusedError(full), RequestRefusedError(later)):
+            assert ended(registry, asked, error).sla_met is False
+        assert registry.totals["refused"] == registry.totals["requests"]
 
 
 LOOSE, TIGHT = Sla(ttft_ms=1e9, tpot_ms=1e9), Sla(ttft_ms=1e-9)

@@ -16,6 +16,7 @@ from router.aio import end_tasks
 from router.pipeline.shared_load import EVERY_S, ROUTERS, SharedLoad
 from router.redis_link import UNAVAILABLE
 from tests.conftest import RedisServer
+from tests.waiting import until
 from tiers.breaker import Breaker, BreakerOptions, BreakerState
 from tiers.fleet import Fleet
 from tiers.replica import FOREIGN_POLLS, NO_PEERS, PeerLoad, Replica, Share
@@ -65,11 +66,6 @@ async def admin(url: str) -> AsyncIterator[Any]:
         yield client
     finally:
         await client.aclose()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.05)
 
 
 async def test_what_one_router_has_the_others_count(redis_server: RedisServer) -> None:

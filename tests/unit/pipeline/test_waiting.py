@@ -12,6 +12,7 @@ import pytest
 
 from router.auth.api_keys import add_key
 from tests.unit.router_stack import Stack, router_stack
+from tests.waiting import until
 from tiers.breaker import BreakerOptions, BreakerState
 from tiers.choice import Request, candidate
 from tiers.fleet import Fleet
@@ -32,14 +33,15 @@ def narrow(**admission: Any) -> dict[str, Any]:
 async def busy(stack: Stack) -> asyncio.Task[httpx.Response]:
     stack.engines[FAST].delay_s = 0.05
     task = asyncio.create_task(stack.generate(stream=False))
-    while not stack.fleet.replicas[0].state.in_flight:
-        await asyncio.sleep(0.005)
+    await until(lambda: stack.fleet.replicas[0].state.in_flight, poll_s=0.005)
     return task
 
 
 async def queued(stack: Stack, count: int) -> None:
-    while f"qarr_waiting_requests {count}.0" not in (await stack.client.get(f"{stack.url}/metrics")).text:
-        await asyncio.sleep(0.01)
+    async def are_queued() -> bool:
+        return f"qarr_waiting_requests {count}.0" in (await stack.client.get(f"{stack.url}/metrics")).text
+
+    await until(are_queued, f"{count} requests in the queue")
 
 
 async def test_a_request_waits_for_a_place(tmp_path: Path) -> None:
@@ -116,9 +118,12 @@ async def test_one_key_does_not_crowd_out_another(tmp_path: Path) -> None:
 
         async def waiting(count: int) -> None:
             headers = {"authorization": f"Bearer {few}"}
-            page = ""
-            while f"qarr_waiting_requests {count}.0" not in page:
+
+            async def are_queued() -> bool:
                 page = (await stack.client.get(f"{stack.url}/metrics", headers=headers)).text
+                return f"qarr_waiting_requests {count}.0" in page
+
+            await until(are_queued, f"{count} requests in the queue")
 
         asked = [asyncio.create_task(ask("many", many)) for _ in range(6)]
         await waiting(4)
@@ -145,8 +150,7 @@ async def test_a_wait_has_an_end(tmp_path: Path) -> None:
     async with router_stack(tmp_path, narrow(max_wait_s={"standard": 1.2})) as stack:
         stack.engines[FAST].delay_s = 3600
         first = asyncio.create_task(stack.generate(stream=False))
-        while not stack.fleet.replicas[0].state.in_flight:
-            await asyncio.sleep(0.005)
+        await until(lambda: stack.fleet.replicas[0].state.in_flight, poll_s=0.005)
         refused = await stack.generate()
         assert refused.status_code == 503
         assert "no slot became free" in refused.json()["detail"] or "too late" in refused.json()["detail"]
@@ -237,8 +241,7 @@ async def test_a_probe_that_takes_long_does_not_keep_a_replica_idle(tmp_path: Pa
         engine.status, engine.delay_s = 200, 3600
         chat = {"model": "fast", "messages": [{"role": "user", "content": "hi"}]}
         probe = asyncio.create_task(stack.client.post(f"{stack.url}/v1/chat/completions", json=chat))
-        while not engine.running:
-            await asyncio.sleep(0.005)
+        await until(lambda: engine.running, poll_s=0.005)
         engine.delay_s = 0
         assert (await stack.generate(stream=False)).status_code == 200
         assert breaker.state(time.monotonic()) is BreakerState.CLOSED
@@ -295,8 +298,7 @@ async def test_no_wait_where_nothing_can_come(tmp_path: Path) -> None:
     async with router_stack(tmp_path, narrow()) as stack:
         stack.engines[FAST].stall_after = 1
         first = asyncio.create_task(stack.generate())
-        while not stack.fleet.replicas[0].state.in_flight:
-            await asyncio.sleep(0.005)
+        await until(lambda: stack.fleet.replicas[0].state.in_flight, poll_s=0.005)
         answer = await stack.generate(prompt="word " * 3000)
         assert answer.status_code == 422
         assert not first.done()

@@ -21,7 +21,7 @@ LOSS = ExpectedLoss(0.2, 0.1, 0.3)
 
 
 @pytest.mark.parametrize(
-    ("confidence", "expected"), [(0.5, 0.2), (0.975, 0.3), (0.025, 0.1), (0.9, 0.2 + 0.1 * 1.2816 / 1.96)]
+    ("confidence", "expected"), [(0.5, 0.2), (0.95, 0.3), (0.05, 0.1), (0.9, 0.2 + 0.1 * 1.2816 / 1.6449)]
 )
 def test_a_loss_rises_with_the_confidence_asked_for(confidence: float, expected: float) -> None:
     """From the mean at even odds to the interval's end; no more than all answers can get worse."""
@@ -40,6 +40,13 @@ def test_a_loss_is_that_of_the_kind_and_of_others_where_the_class_is_not_sure() 
     assert [table.loss(FAST, one).mean for one in asked] == [0.1, 0.0, 0.1, 0.2]
     assert table.loss(FAST, features(PromptClass.CODE, 0.6)).mean == 0.1
     assert table.loss(FAST, features(PromptClass.CODE, 0.5)).mean == pytest.approx(0.5 * 0.1 + 0.5 * 0.2)
+
+
+def test_small_talk_does_not_lower_the_budget() -> None:
+    """A budget like a tier's is the mean of what can be lost there, and small talk has nothing to lose."""
+    lossy = {kind: dict.fromkeys(Complexity, LOSS) for kind in PromptClass}
+    table = PolicyParameters({BALANCED: lossy | {PromptClass.SMALL_TALK: dict.fromkeys(Complexity, NO_LOSS)}})
+    assert table.budget(FAST) == pytest.approx(LOSS.mean)
 
 
 def test_the_reference_loses_nothing_and_a_tier_that_nothing_is_known_of_everything() -> None:

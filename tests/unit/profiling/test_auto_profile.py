@@ -14,8 +14,8 @@ from router.policy.profiles import ProfileError, latency_name, load_latency, loa
 from router.profiling.auto_profile import ELSEWHERE
 from router.profiling.profile_files import only_one
 from tests.unit.measuring_router import QUICK, TASKS, engines, measuring_router
-from tests.unit.own_engines import until
 from tests.unit.own_router import QARR
+from tests.waiting import until
 from tiers.spec import STANDARD_TIERS, ReplicaStatus
 
 
@@ -129,6 +129,7 @@ async def test_one_measures_at_a_time(tmp_path: Path) -> None:
                     capture_output=True,
                     text=True,
                     check=False,
+                    timeout=100,
                 )
                 assert done.returncode == 2
                 assert "itself: wait until it is done" in done.stderr

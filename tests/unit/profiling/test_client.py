@@ -13,8 +13,8 @@ from router.profiling import client as module
 from router.profiling.client import RouterClient, first_of
 from tests.fakes.engine import ANSWER
 from tests.ports import reserved_ports
-from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
+from tests.waiting import until, within
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
 
 pytestmark = pytest.mark.anyio
@@ -95,7 +95,7 @@ async def test_others_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert lease is not None
         waited = asyncio.Event()
         asking = asyncio.create_task(client.ask(PATH, FAST, CHAT, waited.set))
-        await waited.wait()
+        await within(waited.wait(), "the client to wait")
         assert not stack.engines[FAST].requests
         lease.release()
         assert (await asking)["choices"]

@@ -15,7 +15,7 @@ from router.profiling import client as module
 from router.profiling.client import MeasuredTier
 from router.profiling.idle_client import IdleClient
 from tests.fakes.engine import ANSWER, Behaviour, FakeEngine, serving_all
-from tests.unit.own_engines import until
+from tests.waiting import until
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec

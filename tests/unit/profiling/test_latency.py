@@ -134,7 +134,7 @@ def test_a_router_starts_without_profiles_that_it_cannot_use(tmp_path: Path, cap
     identities = {spec.name: spec.identity for spec in specs}
     for name in (latency_name(identities, "big"), profile_name(identities)):
         (tmp_path / name).write_text('{"version": 9}')
-    policy = PolicyStore(load_settings(None, {"policy": {"profiles": str(tmp_path)}}).policy, fleet)
+    policy = PolicyStore(load_settings(None, {"policy": {"profiles": str(tmp_path)}}).policy, fleet, "made-8B")
     assert policy.quality is None
     assert not fleet.speeds
     for kind in ("quality", "latency"):

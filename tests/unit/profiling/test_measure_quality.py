@@ -94,7 +94,10 @@ async def test_each_task_is_answered_once_a_tier_and_some_answers_are_scored(tmp
 
 @pytest.mark.anyio
 async def test_the_journal_saves_what_was_judged(tmp_path: Path) -> None:
-    """Of an interrupted measurement the rest is asked; a line that was cut off, or is of other weights, counts as the rest."""
+    """Of an interrupted measurement the rest is asked; a line that was cut off, or is of other weights, counts as the rest.
+
+    What is asked then is kept on lines of its own.
+    """
     async with connected(tmp_path) as (stack, client):
         first = await measured(client, tmp_path)
         asked(stack)
@@ -105,9 +108,11 @@ async def test_the_journal_saves_what_was_judged(tmp_path: Path) -> None:
         whole = journal.read_text().splitlines()
         kept = [row for row in map(json.loads, whole) if row["answer"]["tier"] != "fast"]
         next(row for row in kept if row["answer"]["tier"] == "balanced")["setting"] = "other weights"
-        journal.write_text("\n".join(map(json.dumps, kept)) + "\n" + whole[0][:30] + "\n")
+        journal.write_text("\n".join(map(json.dumps, kept)) + "\n" + whole[0][:30])
         assert (await measured(client, tmp_path)).counts == first.counts
         assert asked(stack) == {FAST: 2, BALANCED: 1, PRECISE: 3}  # scores
+        assert (await measured(client, tmp_path)).counts == first.counts
+        assert sum(asked(stack).values()) == 0
 
 
 @pytest.mark.anyio

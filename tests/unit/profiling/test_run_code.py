@@ -102,7 +102,7 @@ def test_no_connection_is_made() -> None:
         server.settimeout(0.2)
         for call in (f"s.connect({server.getsockname()!r})", "socket.socket()"):
             done = subprocess.run(
-                [sys.executable, "-c", UNDER_LOCK + call], capture_output=True, text=True, check=False
+                [sys.executable, "-c", UNDER_LOCK + call], capture_output=True, text=True, check=False, timeout=100
             )
             assert "PermissionError" in done.stderr
         with pytest.raises(TimeoutError):
@@ -118,6 +118,6 @@ def test_nothing_is_left_of_what_is_killed(tmp_path: Path, monkeypatch: pytest.M
 
 def test_nothing_runs_where_the_lock_is_not_known() -> None:
     other = "import ctypes; ctypes.CDLL(None).personality(8); from router.profiling.run_code import run; run('', '')"
-    done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=False, timeout=100)
     assert "ProfileError: code is not run" in done.stderr
     assert "no list of system calls" in done.stderr

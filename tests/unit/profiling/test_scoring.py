@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from router.policy.profiles import TOP_K, Diagnosis, profile_name
 from router.profiling.scoring import Judged, Scores, answer_body, compare, count, kl_divergence, score
 from tests.unit.policy.made_profiles import counted, quality
 from tests.unit.router_stack import Stack, router_stack
+from tests.waiting import until
 from tiers.spec import TierName
 
 FAST, PRECISE = TierName.FAST, TierName.PRECISE
@@ -135,8 +135,12 @@ async def test_the_router_decides_by_what_was_measured(tmp_path: Path) -> None:
         ]
         path = tmp_path / profile_name(checkpoints)
         path.write_text(quality(*counts, identities=checkpoints).model_dump_json())  # taken up while the router runs
-        while (await _route(stack, prompt))["tiers"][0]["loss_answers"] == 0:
-            await asyncio.sleep(0.1)
+
+        async def answers() -> int:
+            number: int = (await _route(stack, prompt))["tiers"][0]["loss_answers"]
+            return number
+
+        await until(answers, "the router to read the profile")
         tiers = {}
         for bound in (0.5, 0.1, 0.001):
             decision = await _route(stack, prompt, sla={"max_quality_loss": bound})
@@ -145,7 +149,9 @@ async def test_the_router_decides_by_what_was_measured(tmp_path: Path) -> None:
             assert losses["fast"] == pytest.approx(0.2, abs=0.03)
             assert losses["precise"] == 0
         assert tiers == {0.5: ["fast", "balanced", "precise"], 0.1: ["balanced", "precise"], 0.001: ["precise"]}
+        decision = await _route(stack, prompt)
+        assert [tier["loss_source"] for tier in decision["tiers"]] == ["measured", "measured", "published"]
         assert (
-            "fast would get about 1 in 5 answers wrong that precise gets right (measured on 400 answers)"
-            in (await _route(stack, prompt))["reason"]
+            "fast may get up to 23 of 100 answers wrong that precise gets right (measured on 400 answers)"
+            in decision["reason"]
         )

@@ -18,8 +18,8 @@ from router.profiling.scoring import Scores
 from router.profiling.shadow_evaluation import ANSWER_TOKENS, KEPT_PROMPTS, WINDOW, Drift, ShadowEvaluation
 from router.telemetry.tracing import Telemetry
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
-from tests.unit.own_engines import until
 from tests.unit.records import decision
+from tests.waiting import until
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
@@ -98,13 +98,15 @@ async def test_a_prompt_is_answered_again_and_compared(monkeypatch: pytest.Monke
 
 
 async def test_what_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference's own prompts, those that cannot be asked again, and all where nothing is to be sampled."""
+    """The reference's own prompts, those that cannot be asked again, small talk, and all where nothing is to be sampled."""
     async with evaluated(monkeypatch) as one:
         one.offer(tier=PRECISE)
         one.evaluation.offer(decision(FAST), FAST, None)
+        one.evaluation.offer(decision(FAST, PromptClass.SMALL_TALK), FAST, MESSAGES)
         one.offer()
         await until(one.checked)
         assert one.checked() == 1
+        assert set(one.evaluation.drifts) == {(CHAT, FAST)}
     async with evaluated(monkeypatch, share=0.0) as off:
         off.offer(5)
         assert not off.evaluation._samples

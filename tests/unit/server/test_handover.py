@@ -27,8 +27,8 @@ from router.server.server import Server
 from router.server.settings import ServerSettings
 from tests.fakes.engine import ANSWER, Behaviour, FakeEngine, serving_all
 from tests.ports import reserved_ports
-from tests.unit.own_engines import until
 from tests.unit.router_stack import events
+from tests.waiting import until, within
 
 pytestmark = pytest.mark.anyio
 QARR = Path(sys.executable).with_name("qarr")
@@ -95,7 +95,7 @@ async def routers(tmp_path: Path) -> AsyncIterator[Routers]:
             for process in found.started:
                 if process.returncode is None:
                     process.kill()
-                await process.communicate()
+                await within(process.communicate(), "the process to end")
 
 
 def a_stream(url: str, **body: Any) -> asyncio.Task[httpx.Response]:
@@ -116,7 +116,7 @@ async def test_a_router_that_cannot_be_taken_over_serves(tmp_path: Path) -> None
         assert "server.runtime_dir" in said
         assert (await a_stream(found.url)).status_code == 200
         process.send_signal(signal.SIGTERM)
-        _, written = await process.communicate()
+        _, written = await within(process.communicate(), "the process to end")
         assert process.returncode == 0
         assert "Traceback" not in said + written.decode()
 
@@ -273,11 +273,12 @@ async def test_a_takeover_that_fails_changes_nothing(tmp_path: Path) -> None:
         }  # no engine keeps this promise
         new = await found.begin("--takeover", **beyond)
         assert new.stderr is not None
-        while b"context of 8192 tokens" not in await new.stderr.readline():
-            pass
+        async with asyncio.timeout(60):
+            while b"context of 8192 tokens" not in await new.stderr.readline():
+                pass
         assert (await client.post(f"{found.url}/generate", json={"prompt": "hi"})).status_code == 200
         new.kill()
-        await new.wait()
+        await within(new.wait(), "the process to end")
         assert (await client.post(f"{found.url}/generate", json={"prompt": "hi"})).status_code == 200
         assert old.returncode is None
         await found.start("--takeover")

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from router.auth.api_keys import add_key
-from tests.unit.own_engines import until
 from tests.unit.router_stack import Stack, events, router_stack
+from tests.waiting import until, until_still
 from tiers.spec import TierName
 
 pytestmark = pytest.mark.anyio
@@ -78,10 +78,7 @@ async def test_a_client_that_stops_reading_holds_the_engine_back_and_is_cut(tmp_
             writer.write(request(path, body if path == "/generate" else chat))
             await reader.readuntil(b"data: ")
             writer.transport.pause_reading()  # type: ignore[attr-defined]
-            seen = -1
-            while engine.running and engine.tokens != seen:  # until nothing moves for a second
-                seen = engine.tokens
-                await asyncio.sleep(1)
+            await until_still(lambda: engine.tokens, "the engine to be held back", still_s=1)
             assert stack.leases() > 0
             assert 0 < engine.tokens < 400  # of 1000: what four sockets' buffers take, and our own
             await until(lambda: engine.running == 0 and stack.leases() == 0)
@@ -152,9 +149,12 @@ async def test_a_silent_connection_is_closed(tmp_path: Path) -> None:
             writer.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert await asyncio.wait_for(reader.readuntil(b"alive"), 10)
             reading = asyncio.create_task(reader.read())
-            while not reading.done():
+
+            def sends_blank_lines_until_closed() -> bool:
                 writer.write(b"\r\n")
-                await asyncio.sleep(0.05)
+                return reading.done()
+
+            await until(sends_blank_lines_until_closed, poll_s=0.05)
             assert b" 408 " in await reading
         await until(lambda: not open_at(port_of(stack)))
 
@@ -175,9 +175,12 @@ async def test_a_body_that_nobody_reads_ends_with_its_time(tmp_path: Path) -> No
     async with router_stack(tmp_path, {"server": SHORT}) as stack, connected(stack) as (reader, writer):
         writer.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000\r\n\r\nx")
         reading = asyncio.create_task(answer_of(reader))
-        while not reading.done():
+
+        def sends_more_until_answered() -> bool:
             writer.write(b"x")
-            await asyncio.sleep(0.05)
+            return reading.done()
+
+        await until(sends_more_until_answered, poll_s=0.05)
         status, _, body = await reading
         assert (status, body) == (200, b'{"status":"alive"}')
 

@@ -16,6 +16,7 @@ from router.api.generate import GenerateBody, allowed_values
 from router.section import PROJECT
 from tests.fakes.engine import Behaviour
 from tests.unit.router_stack import Stack, router_stack
+from tests.waiting import until
 
 # One block in ten stays, all over the heap, so that the heap's end cannot move down.
 SCRIPT = """
@@ -33,7 +34,9 @@ print(full - before, process.memory_info().rss - before)
 
 def run(script: str) -> list[int]:
     """Return the numbers that a script prints, in a process of its own, which has no memory to spare from before."""
-    done = subprocess.run([sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True, check=True, timeout=100
+    )
     return [int(number) for number in done.stdout.split()]
 
 
@@ -59,8 +62,7 @@ async def ask(stack: Stack, way: str) -> None:
     else:
         answer = await stack.generate(tier="fast", stream=way != "whole", resumable=way == "resumable")
         assert answer.status_code == 200
-    while stack.leases() or asyncio.all_tasks() - before:
-        await asyncio.sleep(0.01)
+    await until(lambda: not (stack.leases() or asyncio.all_tasks() - before), poll_s=0.01)
 
 
 @pytest.mark.anyio

@@ -11,6 +11,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from router.lifecycle import ServerPhase, ServerState
 from router.server.responder import CLIENT_GONE, HOLD, Responder
+from tests.waiting import within
 
 pytestmark = pytest.mark.anyio
 START, BODY = "http.response.start", "http.response.body"
@@ -42,7 +43,7 @@ class Flow:
         self.drained = asyncio.Event()
 
     async def drain(self) -> None:
-        await self.drained.wait()
+        await within(self.drained.wait(), "the test to let it drain")
 
 
 def client_on(wire: Wire, *, method: str = "POST", version: str = "1.1", keep_alive: bool = True) -> Responder:

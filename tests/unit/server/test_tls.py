@@ -22,9 +22,9 @@ from router.server.settings import TlsSettings
 from router.server.tls import TlsError, load_pair
 from router.settings import load_settings
 from tests.unit.certificates import Authority, Files
-from tests.unit.own_engines import until
 from tests.unit.own_router import QARR, OwnRouter, own_router
 from tests.unit.router_stack import events
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -218,4 +218,4 @@ async def test_a_router_hands_over_its_socket_under_tls(tmp_path: Path) -> None:
             assert await asking
         finally:
             successor.kill()
-            successor.wait()
+            successor.wait(60)

@@ -19,8 +19,8 @@ import pytest
 from router.auth.api_keys import add_key
 from router.line_file import PrivateFile
 from router.telemetry.logs import JsonFormatter, TextFormatter, _Queued, begin_request
-from tests.unit.own_engines import until
 from tests.unit.own_router import QARR, own_router
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -159,8 +159,8 @@ async def test_a_stopped_terminal_holds_no_request_up(tmp_path: Path) -> None:
         process = subprocess.Popen(argv, stderr=subprocess.PIPE, env=router.env)
         assert process.stderr is not None
         try:
-            while await router.status() != 200:
-                await asyncio.sleep(0.05)
+            router.process = process
+            await router.until_ready()
             for _ in range(15):
                 answers = await asyncio.gather(*(router.client.get(f"{router.url}/{'x' * 100}") for _ in range(50)))
                 assert {a.status_code for a in answers} == {404}
@@ -169,5 +169,5 @@ async def test_a_stopped_terminal_holds_no_request_up(tmp_path: Path) -> None:
             assert await asyncio.to_thread(process.wait, 20) == 0
         finally:
             process.kill()
-            process.wait()
+            process.wait(60)
             process.stderr.close()

@@ -17,8 +17,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from router.telemetry.tracing import Telemetry, make_telemetry
-from tests.unit.own_engines import until
 from tests.unit.router_stack import Stack, router_stack
+from tests.waiting import until
 from tiers.spec import TierName
 
 pytestmark = pytest.mark.anyio
@@ -32,23 +32,26 @@ async def get(stack: Stack, path: str) -> Any:
 
 
 async def record_of(stack: Stack, answer: httpx.Response) -> dict[str, Any]:
-    async with asyncio.timeout(20):
-        while True:
-            for record in (await get(stack, "/requests"))["requests"]:
-                if record["request_id"] == answer.headers["x-request-id"]:
-                    found: dict[str, Any] = record
-                    return found
-            await asyncio.sleep(0.02)
+    request_id = answer.headers["x-request-id"]
+
+    async def look() -> dict[str, Any] | None:
+        records: list[dict[str, Any]] = (await get(stack, "/requests"))["requests"]
+        return next((record for record in records if record["request_id"] == request_id), None)
+
+    record: dict[str, Any] = await until(look, f"the record of request {request_id}")
+    return record
 
 
 async def traces_with(stack: Stack, last: httpx.Response) -> list[dict[str, Any]]:
     """Return the traces that are kept, as soon as an answer's is among them: it ends just after the answer."""
-    async with asyncio.timeout(20):
-        while True:
-            traces: list[dict[str, Any]] = (await get(stack, "/traces"))["traces"]
-            if any(trace["trace_id"] == last.headers["x-qarr-trace-id"] for trace in traces):
-                return traces
-            await asyncio.sleep(0.02)
+    trace_id = last.headers["x-qarr-trace-id"]
+
+    async def look() -> list[dict[str, Any]] | None:
+        kept: list[dict[str, Any]] = (await get(stack, "/traces"))["traces"]
+        return kept if any(trace["trace_id"] == trace_id for trace in kept) else None
+
+    traces: list[dict[str, Any]] = await until(look, f"the trace {trace_id}")
+    return traces
 
 
 async def trace_of(stack: Stack, answer: httpx.Response) -> dict[str, Any]:
@@ -190,9 +193,9 @@ async def test_the_metrics_page_is_openmetrics_with_exemplars(tmp_path: Path) ->
         exemplars = {s.exemplar.labels["trace_id"] for f in families for s in f.samples if s.exemplar}
         assert exemplars == {answer.headers["x-qarr-trace-id"]}
         assert all(family.documentation for family in families)
-        units = ("_seconds", "_ratio")
+        units = ("_seconds", "_ratio", "_tokens", "gen_ai_client_token_usage")
         for family in families:
-            assert family.name.startswith(("qarr_", "process_"))
+            assert family.name.startswith(("qarr_", "process_", "gen_ai_"))
             assert family.type != "histogram" or family.name.endswith(units), family.name
 
 
@@ -442,12 +445,14 @@ async def test_the_documented_metrics_are_those_of_the_page(tmp_path: Path) -> N
     from router.section import PROJECT
 
     table = (PROJECT / "docs/observing.md").read_text().partition("## Metrics")[2]
-    documented = set(re.findall(r"`((?:qarr|process)_[a-z_]+)`", table))
+    documented = set(re.findall(r"`((?:qarr|process)_[a-z_]+|gen_ai_(?:client|server)_[a-z_]+)`", table))
+    documented -= {"qarr_tier"}  # a label
     async with router_stack(tmp_path) as stack:
         page = (await stack.client.get(f"{stack.url}/metrics")).text
     served = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE ")}
     only_with_tls = "qarr_tls_expires_timestamp_seconds"  # test_tls.py looks for it
-    assert served | {only_with_tls} == documented
+    only_with_redis = {f"qarr_redis_{each}" for each in ("serves", "failures_total", "budgets_restored_total")}
+    assert served | {only_with_tls} | only_with_redis == documented
 
 
 async def test_the_standard_variables_choose_what_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

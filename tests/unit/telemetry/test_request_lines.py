@@ -194,5 +194,5 @@ async def test_the_start_says_where_the_lines_are(tmp_path: Path) -> None:
         assert f"each request has a line in {file}: 'qarr logs -f' shows them" in shown
         assert answer.headers["x-request-id"] not in shown
         found = (await router.qarr("logs", "--request", answer.headers["x-request-id"])).stdout
-        assert "POST /generate ok class=chat tier=fast" in found
+        assert "POST /generate ok class=small_talk tier=fast" in found
         assert found.count("\n") == 1

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import opentelemetry.environment_variables
 import pytest
 from opentelemetry import trace
+from opentelemetry.sdk import environment_variables
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -19,7 +25,15 @@ from router.policy.decide import decide
 from router.policy.decision import Sla
 from router.telemetry.record import Hop, Journey, Outcome, RequestRecord
 from router.telemetry.settings import TelemetrySettings
-from router.telemetry.tracing import ANSWERED, Telemetry, end_span, engine_target, make_telemetry, server_span
+from router.telemetry.tracing import (
+    ANSWERED,
+    Telemetry,
+    end_span,
+    engine_target,
+    make_telemetry,
+    resource_of,
+    server_span,
+)
 from tests.unit.policy.test_decide import MEASURED, SCARCE, TABLE, fleet, query
 from tests.unit.records import record
 from tiers.spec import STANDARD_TIERS, OtlpTarget, ReplicaStatus
@@ -28,6 +42,7 @@ FAST, BALANCED, PRECISE = STANDARD_TIERS
 ENDPOINT, PROTOCOL = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOCOL"
 TRACES_ENDPOINT, TRACES_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 EXPORTER, DISABLED = "OTEL_TRACES_EXPORTER", "OTEL_SDK_DISABLED"
+ATTRIBUTES = "OTEL_RESOURCE_ATTRIBUTES"
 
 
 class Untouchable:
@@ -43,7 +58,16 @@ def asked() -> Mapping[str, float]:
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (ENDPOINT, PROTOCOL, TRACES_ENDPOINT, TRACES_PROTOCOL, EXPORTER, DISABLED):
+    for name in (
+        ENDPOINT,
+        PROTOCOL,
+        TRACES_ENDPOINT,
+        TRACES_PROTOCOL,
+        EXPORTER,
+        DISABLED,
+        ATTRIBUTES,
+        "OTEL_SERVICE_NAME",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -96,6 +120,43 @@ def test_the_standard_variables_say_where_spans_go(
     if found is not None:
         expected = variables.get(TRACES_PROTOCOL) or variables.get(PROTOCOL) or "http/protobuf"
         assert found == OtlpTarget(found.endpoint, expected)
+
+
+@pytest.mark.parametrize(
+    ("variables", "service", "version"),
+    [
+        ({}, "qarr-router", "1.2"),
+        ({"OTEL_SERVICE_NAME": "qarr-prod"}, "qarr-prod", "1.2"),
+        ({ATTRIBUTES: "service.name=qarr-prod,service.version=7"}, "qarr-prod", "7"),
+        ({ATTRIBUTES: "service.name=other", "OTEL_SERVICE_NAME": "qarr-prod"}, "qarr-prod", "1.2"),
+        ({ATTRIBUTES: "service.name=,deployment.environment.name=prod"}, "qarr-router", "1.2"),
+    ],
+)
+def test_the_environment_names_the_service(
+    variables: dict[str, str], service: str, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By either variable, as the OpenTelemetry operator and charts do; its own goes before the general one."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    described = resource_of("1.2").attributes
+    assert described["service.name"] == service
+    assert described["service.version"] == version
+    is_prod = "environment.name=prod" in variables.get(ATTRIBUTES, "")
+    assert described.get("deployment.environment.name") == ("prod" if is_prod else None)
+
+
+def test_no_variable_of_opentelemetry_that_is_empty_stands_in_the_way() -> None:
+    """Its specification equates empty with not set; its libraries fail at several."""
+    sources = (environment_variables, opentelemetry.environment_variables)
+    empty = {name: "" for source in sources for name in vars(source) if name.startswith("OTEL_")}
+    code = "from router.telemetry.tracing import make_telemetry as m; from router.telemetry.settings import *; "
+    code += "print(m('0', TelemetrySettings()).exports)"
+    env = {**os.environ, **empty, ENDPOINT: "http://127.0.0.1:9"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "True\n", done.stderr
+    assert not done.stderr
 
 
 @pytest.mark.parametrize(
@@ -234,6 +295,39 @@ async def test_the_sampler_decides_once_for_router_and_engines(sampler: Any, par
         assert found["qarr.key.id"] == "k1"
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("sampler", [ALWAYS_ON, ALWAYS_OFF, None])
+@pytest.mark.parametrize("parents", [0, 1, 2])
+async def test_lines_of_baggage_and_trace_state_are_joined(sampler: Any, parents: int) -> None:
+    """In the order sent, sampled or not; two lines of ``traceparent`` are none, and then no trace state counts either."""
+    provider = TracerProvider(sampler=sampler) if sampler else None
+    made, told = Telemetry(provider), list[dict[bytes, bytes]]()
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        headers = made.context_headers(trace.get_current_span())
+        assert len(headers) == len(dict(headers))
+        told.append(dict(headers))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def nothing(*_: Any) -> None: ...
+
+    parent = f"00-{'a' * 32}-{'b' * 16}-01".encode()
+    sent = [
+        (b"baggage", b"user=ann"), *[(b"traceparent", parent)] * parents, (b"tracestate", b"a=1"),
+        (b"x-request-id", b"r"), (b"baggage", b"tenant=acme,region=eu"), (b"tracestate", b"b=2"),
+    ]  # fmt: skip
+    scope = {
+        "type": "http", "method": "POST", "path": "/generate", "query_string": b"", "scheme": "http", "http_version": "1.1",
+        "headers": sent, "server": ("127.0.0.1", 80),
+    }  # fmt: skip
+    await made.instrument(app)(scope, nothing, nothing)
+    (headers,) = told
+    assert headers[b"baggage"] == b"user=ann,tenant=acme,region=eu"
+    assert headers.get(b"tracestate") == (b"a=1,b=2" if parents == 1 else None)
+    assert (headers[b"traceparent"].split(b"-")[1] == b"a" * 32) is (parents == 1)
+    assert (b"x-request-id", b"r") in scope["headers"]
+
+
 def attempt(number: int) -> Hop:
     return Hop("chat", "m", "https://engine.example", 0.0, tier=FAST, replica="fast-0", number=number)
 
@@ -252,6 +346,8 @@ def test_an_attempt_has_its_own_span_and_engines_continue_it() -> None:
     found = attributes(exporter, name)
     assert (found["gen_ai.operation.name"], found["gen_ai.request.temperature"]) == ("chat", 0.5)
     assert (found["server.address"], found["qarr.tier"], found["qarr.attempt"]) == ("engine.example", "fast", 2)
+    assert found["gen_ai.provider.name"] == "vllm"
+    assert found["gen_ai.request.stream"] is True
     context = span.get_span_context()
     assert context.trace_flags.sampled
     flags = f"{context.trace_flags:02x}"
@@ -276,15 +372,19 @@ def ended(prompt: str = "", **fields: Any) -> RequestRecord:
 
 
 def test_prompts_are_on_spans_only_where_that_is_switched_on() -> None:
-    """A lone surrogate, which JSON can hold and OTLP cannot, is replaced; the record that is kept has it no more."""
-    for prompts, expected in ((False, None), (True, "a?b")):
+    """As a message in the conventions' form, where a lone surrogate, which OTLP cannot hold, is replaced.
+
+    The record that is kept has it no more.
+    """
+    message = {"role": "user", "parts": [{"type": "text", "content": "a?b \u20ac"}]}
+    for prompts, expected in ((False, None), (True, [message])):
         made, exporter, provider = telemetry(prompts=prompts)
         with request_span(provider):
             assert made.record_prompts is prompts
-            kept = ended("a\udc80b" if prompts else "")
+            kept = ended("a\udc80b \u20ac" if prompts else "")
             made.record_outcome(kept)
         found = attributes(exporter, "classify")
-        assert found.get("gen_ai.input.messages") == expected
+        assert json.loads(found.get("gen_ai.input.messages", "null")) == expected
         assert (found["qarr.class"], found["qarr.prompt.tokens"]) == ("chat", 1)
         assert "qarr.language" not in found
         assert kept.journey is not None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
 from tests.unit.router_stack import Stack, router_stack
+from tests.waiting import until
 from tiers.fleet import Fleet
 from tiers.replica import Replica
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
@@ -68,12 +68,10 @@ async def test_what_an_engine_lost_in_a_restart_is_loaded_again(tmp_path: Path) 
         await load(stack, "support", "/x", [FAST])
         engine, (replica,) = stack.engines[FAST], [r for r in stack.fleet.replicas if r.spec.name is FAST]
         engine.alive = False
-        while replica.state.status is ReplicaStatus.READY:
-            await asyncio.sleep(0.01)
+        await until(lambda: replica.state.status is not ReplicaStatus.READY, poll_s=0.01)
         engine.adapters.clear()
         engine.alive = True
-        while replica.state.status is not ReplicaStatus.READY:
-            await asyncio.sleep(0.01)
+        await until(lambda: replica.state.status is ReplicaStatus.READY, poll_s=0.01)
         assert engine.adapters == {"support": "/x"}
         assert stack.fleet.spec(FAST).adapters == ("support",)
 
@@ -82,8 +80,7 @@ async def test_what_others_load_is_found(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("tiers.lifecycle.supervisor.LISTED_S", 0.1)
     async with router_stack(tmp_path) as stack:
         stack.engines[BALANCED].adapters["theirs"] = "/z"
-        while stack.fleet.spec(BALANCED).adapters != ("theirs",):
-            await asyncio.sleep(0.05)
+        await until(lambda: stack.fleet.spec(BALANCED).adapters == ("theirs",))
         refused = await stack.generate(adapter="theirs", tier="fast", tier_policy="require")
         assert (refused.status_code, refused.json()["type"]) == (422, "urn:qarr:problem:no-adapter")
 

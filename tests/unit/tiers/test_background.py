@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.own_engines import until
 from tests.unit.router_stack import router_stack
+from tests.waiting import until
 from tiers.background import Faults, lasting
 from tiers.replica import Replica
 from tiers.spec import ReplicaStatus

@@ -9,7 +9,6 @@ import select
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ import psutil
 import pytest
 
 from tests.ports import reserved_range
+from tests.waiting import call_within, source_of, until, wait_until
 from tiers.cluster.actor import DETACHED, hold_port, is_healthy, node_environment
 from tiers.cluster.job import Job, WantedReplica, write_json
 from tiers.cluster.runner import RayEngines, RayOptions
@@ -101,9 +101,11 @@ class Running:
         return found
 
     async def until(self, true: Callable[[], bool]) -> None:
-        while not true():
+        def is_true() -> bool:
             assert not self.task.done(), self.task.exception()
-            await asyncio.sleep(0.02)
+            return true()
+
+        await until(is_true, source_of(true))
 
     async def stop(self) -> None:
         self.task.cancel()
@@ -163,13 +165,14 @@ def test_a_detached_guard_outlives_who_started_it_and_ends_all_below(tmp_path: P
     ) as starter:
         assert starter.stdout is not None
         assert starter.stdin is not None
-        found, engine = (psutil.Process(int(starter.stdout.readline())) for _ in range(2))
-        starter.wait()
+        read_line = starter.stdout.readline
+        found, engine = (psutil.Process(int(call_within(read_line, "a process id"))) for _ in range(2))
+        starter.wait(60)
         assert found.ppid() != os.getpid()
-        while len(below := engine.children()) < 2:
-            time.sleep(0.01)
+        wait_until(lambda: len(engine.children()) == 2)
+        below = engine.children()
         ended = os.pidfd_open(found.pid)
         starter.stdin.close()
-        select.select([ended], [], [])
+        assert select.select([ended], [], [], 60)[0], "the guard did not end within 60 s"
         os.close(ended)
     assert not [each for each in (engine, *below) if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]

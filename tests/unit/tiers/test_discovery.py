@@ -14,8 +14,9 @@ import pytest
 
 from router.api.bodies import health_of
 from tests.fakes.engine import FakeEngine, serving_all
-from tests.unit.own_engines import until
+from tests.ports import reserved_ports
 from tests.unit.tiers.test_roster import ids, watched
+from tests.waiting import until
 from tiers.errors import DiscoveryError
 from tiers.lifecycle.discovery import MOST_BYTES, DiscoveryOptions, at_address, parse_file, read_file, resolve
 from tiers.lifecycle.supervisor import Supervisor
@@ -169,9 +170,9 @@ async def test_every_address_of_a_name_is_a_replica(tmp_path: Path) -> None:
         options = DiscoveryOptions(None, {FAST: f"http://engines.test:{port}"}, 0.02, asked)
         async with watched(tmp_path, discovery=options) as supervisor:
             assert states(supervisor) == ["waiting", "absent"]
-            answers.append(["127.0.0.1", "::1"])
+            answers.append(["127.0.0.1", "127.0.0.9"])
             await until(lambda: ids(supervisor) == ["fast-0"])
-            assert [r.url for r in supervisor.fleet.replicas] == [url, f"http://[::1]:{port}"]
+            assert [r.url for r in supervisor.fleet.replicas] == [url, f"http://127.0.0.9:{port}"]
             answers.append(socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"))
             await until(lambda: reasons(supervisor) == ["tiers.fast.dns: it does not resolve; its last engines stay"])
             assert len(supervisor.fleet.replicas) == 2
@@ -183,6 +184,39 @@ async def test_every_address_of_a_name_is_a_replica(tmp_path: Path) -> None:
             answers.append([])
             await until(lambda: not supervisor.fleet.replicas)
             assert states(supervisor) == ["waiting", "absent"]
+
+
+@pytest.mark.parametrize("addresses", [["127.0.0.1", "::1"], ["::1", "127.0.0.1"]])
+async def test_an_engine_with_an_address_of_each_family_is_one_replica(addresses: list[str], tmp_path: Path) -> None:
+    """In the family in which it answers, whichever the system prefers; otherwise it would get twice its requests."""
+    answers = [addresses]
+
+    async def asked(_host: str, _port: int) -> list[str]:
+        return answers[-1]
+
+    async with serving_all(FakeEngine().app) as (url,):
+        options = DiscoveryOptions(None, {FAST: f"http://engines.test:{url.rpartition(':')[2]}"}, 0.02, asked)
+        async with watched(tmp_path, discovery=options) as supervisor:
+            await until(lambda: ids(supervisor) == ["fast-0"])
+            assert [replica.url for replica in supervisor.fleet.replicas] == [url]
+            answers.append(["127.0.0.1", "127.0.0.9", "::1", "::2"])
+            await until(lambda: len(supervisor.fleet.replicas) == 2)
+            assert all("127.0.0" in replica.url for replica in supervisor.fleet.replicas)
+
+
+async def test_before_an_engine_is_up_its_ipv4_address_is_the_replica(tmp_path: Path) -> None:
+    """vLLM listens there by default. Once it answers in the other family, that is its address."""
+
+    async def asked(_host: str, _port: int) -> list[str]:
+        return ["::1", "127.0.0.1"]
+
+    (port,) = reserved_ports()
+    options = DiscoveryOptions(None, {FAST: f"http://engines.test:{port}"}, 0.02, asked)
+    async with watched(tmp_path, discovery=options) as supervisor:
+        await until(lambda: [r.url for r in supervisor.fleet.replicas] == [f"http://127.0.0.1:{port}"])
+        async with serving_all(FakeEngine().app, host="::1", port=port) as _:
+            await until(lambda: [r.url for r in supervisor.fleet.replicas] == [f"http://[::1]:{port}"])
+            await until(lambda: states(supervisor) == ["ready", "absent"])
 
 
 async def test_names_are_resolved_by_the_system() -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
-from tests.unit.own_engines import until
+from tests.waiting import until
 from tiers.fleet import Fleet
-from tiers.lifecycle.canary import Canary, read_golden
+from tiers.lifecycle.canary import Canary, read_canary
 from tiers.lifecycle.operations import Kind, Operation
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
 from tiers.lifecycle.watchdog import WatchdogOptions, Wear
@@ -119,7 +119,7 @@ async def test_an_engine_that_serves_something_else_is_checked_again(
 
 
 def canary_of(tmp_path: Path) -> Canary:
-    return Canary(tmp_path / "canary.json", "this machine")
+    return Canary(tmp_path / "canary.json")
 
 
 async def replaced(watched: Supervisor, behaviour: Behaviour, **fields: Any) -> Replica:
@@ -139,14 +139,15 @@ async def operated(watched: Supervisor, kind: Kind, replica: str = "fast-0") -> 
     return operation
 
 
-async def test_what_an_engine_answers_belongs_to_its_url(tmp_path: Path) -> None:
-    """Not to this machine, nor to what the engine says about itself: another URL has a record of its own."""
+async def test_what_an_engine_computes_belongs_to_its_url(tmp_path: Path) -> None:
+    """Not to what the engine says about itself: another URL has a record of its own."""
     canary = canary_of(tmp_path)
     async with elsewhere(tmp_path, Behaviour(first_id=1), Behaviour(first_id=9), canary=canary) as watched:
-        records = {r.identity: r for r in read_golden(canary.path)}
+        records = {record.identity: record for record in read_canary(canary.path).records}
         assert records.keys() == {replica.url for replica in watched.fleet.replicas}
-        assert {(r.tier, r.machine) for r in records.values()} == {(FAST, "elsewhere")}
-        assert [records[replica.url].tokens[0][0] for replica in watched.fleet.replicas] == [1, 9]
+        assert {record.tier for record in records.values()} == {FAST}
+        logprobs = [records[replica.url].texts[0].logprobs[0] for replica in watched.fleet.replicas]
+        assert logprobs == pytest.approx([-0.2, -1.0])
 
 
 async def test_an_engine_that_answers_otherwise_is_quarantined(tmp_path: Path) -> None:
@@ -156,8 +157,8 @@ async def test_an_engine_that_answers_otherwise_is_quarantined(tmp_path: Path) -
         replica = await replaced(watched, behaviour, first_id=5)
         await until(lambda: replica.state.status is QUARANTINED)
         detail = replica.state.detail or ""
-        assert "its greedy answers are not those of" in detail
-        assert "If the answers are meant to differ, record them anew: qarr tiers record fast. " in detail
+        assert "its log-probabilities of fixed texts are 0.50 nats a token from those of" in detail
+        assert "If it is meant to be so: qarr tiers record fast, then resume it. " in detail
         assert "'qarr tiers resume fast-0' checks it again, and so does a restart where it runs" in detail
         assert watched.fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
         assert watched.fleet.snapshot().tier(FAST).status is QUARANTINED
@@ -186,21 +187,21 @@ async def test_resume_compares_a_quarantined_engine_first(tmp_path: Path) -> Non
         await until(lambda: replica.state.status is QUARANTINED)
         refused = await operated(watched, "resume")
         assert (refused.state, replica.state.status) == ("failed", QUARANTINED)
-        assert "fast-0 did not become ready: its greedy answers are not those of" in refused.detail
+        assert "fast-0 did not become ready: its log-probabilities of fixed texts are 0.50 nats" in refused.detail
         behaviour.first_id = 0
         done = await operated(watched, "resume")
         assert (done.state, done.detail, replica.state.status) == ("done", "is ready", ReplicaStatus.READY)
 
 
 async def test_weights_that_were_changed_on_purpose_are_recorded_anew(tmp_path: Path) -> None:
-    """`qarr tiers record` and `qarr tiers resume`; the new answers are the measure from then on."""
+    """`qarr tiers record` and `qarr tiers resume`; what it computes is the measure from then on."""
     behaviour, canary = Behaviour(), canary_of(tmp_path)
     async with elsewhere(tmp_path, behaviour, canary=canary) as watched:
         replica = await replaced(watched, behaviour, first_id=5)
         await until(lambda: replica.state.status is QUARANTINED)
-        assert canary.forget(FAST) == 1
+        assert canary.accept(FAST) == 1
         assert (await operated(watched, "resume")).state == "done"
-        assert [record.tokens[0][0] for record in read_golden(canary.path)] == [5]
+        assert [record.is_accepted for record in read_canary(canary.path).records] == [True]
         await replaced(watched, behaviour, first_id=0)
         await until(lambda: replica.state.status is QUARANTINED)
 
@@ -220,16 +221,16 @@ async def test_a_drained_engine_is_compared_too_and_stays_drained(tmp_path: Path
         assert (await operated(watched, "resume")).detail == "is ready"
 
 
-async def test_an_engine_that_tells_no_ids_serves_without_being_compared(
+async def test_an_engine_that_gives_no_log_probabilities_serves_without_being_compared(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As older releases of vLLM; the log says so. One that fails in another way is not ready."""
     caplog.set_level(logging.WARNING, "qarr.tiers")
     canary = canary_of(tmp_path)
     async with elsewhere(tmp_path, Behaviour(tells_ids=False), canary=canary) as watched:
-        url = watched.fleet.replicas[0].url
-        assert f"{url} serves without being compared with its earlier answers" in caplog.text
-        assert read_golden(canary.path) == ()
+        assert watched.fleet.replicas[0].state.status is ReplicaStatus.READY
+        assert "fast-0 serves without a check of what it computes" in caplog.text
+        assert read_canary(canary.path).records == ()
 
 
 async def test_an_engine_elsewhere_that_hangs_is_quarantined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,7 +344,7 @@ async def test_the_speed_of_an_engine_that_others_use_is_not_measured(tmp_path: 
 async def test_an_engine_elsewhere_that_is_much_slower_than_its_profile_is_quarantined(tmp_path: Path) -> None:
     """Alone on it, as one that is started here is refused."""
     behaviour = Behaviour(delay_s=0.01)
-    canary = Canary(tmp_path / "canary.json", "this machine", max_slowdown=4.0)
+    canary = Canary(tmp_path / "canary.json", max_slowdown=4.0)
     async with elsewhere(tmp_path, behaviour, canary=canary) as watched:
         watched.fleet.speeds = {FAST: SpeedModel(10.0, 0.1, 10.0, profiled=True)}
         replica = await replaced(watched, behaviour, delay_s=0.1)

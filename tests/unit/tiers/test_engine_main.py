@@ -20,7 +20,9 @@ def test_only_the_main_process_runs_the_server(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
 
     def run(*argv: str) -> str:
-        return subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [sys.executable, *argv], env=env, capture_output=True, text=True, check=True, timeout=100
+        ).stdout
 
     assert run(str(ENGINE_MAIN), "--model", "x") == "__main__ ['--model', 'x']\n"
     again = (

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving
-from tests.unit.own_engines import until
+from tests.waiting import until
 from tiers.fleet import Fleet
 from tiers.lifecycle.idle_speed import SAMPLES, IdleSpeed
 from tiers.lifecycle.warmup import WarmupPlan

@@ -13,7 +13,7 @@ import pytest
 
 from tests.fakes.engine import Behaviour
 from tests.unit.measuring_router import measuring_router
-from tests.unit.own_engines import until
+from tests.waiting import until
 from tiers.fleet import Fleet
 from tiers.live_speed import ENOUGH, LiveSpeed, learn
 from tiers.replica import Replica

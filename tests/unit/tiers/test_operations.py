@@ -19,8 +19,9 @@ from router.server.http_protocol import protocol_for
 from router.settings import load_settings
 from router.telemetry.tracing import Telemetry
 from tests.fakes.engine import serving
-from tests.unit.own_engines import Own, own_engines, until
+from tests.unit.own_engines import Own, own_engines
 from tests.unit.router_stack import router_stack
+from tests.waiting import until
 from tiers.errors import NotPossibleError, UnknownReplicaError
 from tiers.fleet import Fleet
 from tiers.lifecycle.engine import Engine
@@ -118,12 +119,16 @@ async def test_recycling_never_lowers_capacity(tmp_path: Path, monkeypatch: pyte
         assert lease is not None
         operation = own.supervisor.operations.begin("recycle", "fast-0")
         least = 9
-        while operation.state == "running":
+
+        def has_ended() -> bool:
+            nonlocal least
             least = min(least, sum(r.state.status is READY for r in own.fleet.replicas))
             if operation.detail == "waits for 1 open requests":
                 assert lease.replica.state.status is DRAINING
                 lease.release()
-            await asyncio.sleep(0.01)
+            return operation.state != "running"
+
+        await until(has_ended, "the engine to be recycled", poll_s=0.01)
         assert (operation.state, operation.successor, least) == ("done", "fast-1", 1)
         assert [(r.id, r.state.status) for r in own.fleet.replicas] == [("fast-1", READY)]
         assert (await finished(own, "recycle", "fast-1")).successor == "fast-2"
@@ -201,7 +206,12 @@ async def test_the_command_operates_on_a_fleet(tmp_path: Path, monkeypatch: pyte
 
             async def tiers(*args: str) -> subprocess.CompletedProcess[str]:
                 return await asyncio.to_thread(
-                    subprocess.run, [QARR, "tiers", *args, "--url", url], capture_output=True, text=True, check=False
+                    subprocess.run,
+                    [QARR, "tiers", *args, "--url", url],
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                    timeout=100,
                 )
 
             drained = await tiers("drain", "fast")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiers.checkpoints.parsers import parser_args
+from tiers.checkpoints.parsers import STRICT, parser_args
 
 # What the published templates of these families say of calls and of reasoning.
 FAMILIES = {
@@ -37,9 +37,11 @@ def test_the_template_tells_the_parsers(tmp_path: Path, family: str, where: str)
         named = template if where != "named templates" else [{"name": "default", "template": template}]
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     thinks = ["--reasoning-parser", reasoning] if reasoning else []
-    assert [*parser_args(tmp_path, ())] == ["--enable-auto-tool-choice", "--tool-call-parser", tools, *thinks]
+    assert [*parser_args(tmp_path, ())] == ["--enable-auto-tool-choice", "--tool-call-parser", tools, *STRICT, *thinks]
 
 
 @pytest.mark.parametrize("given", [("--tool-call-parser", "xlam"), ("--tool_call_parser=xlam",)])
 def test_a_parser_that_a_person_gave_counts(tmp_path: Path, given: tuple[str, ...]) -> None:
-    assert parser_args(tmp_path, given) == ()
+    """Its calls are held to their schemas all the same, unless the person says otherwise."""
+    assert parser_args(tmp_path, given) == STRICT
+    assert parser_args(tmp_path, (*given, "--tool-strict-level=auto")) == ()

@@ -13,6 +13,7 @@ import pytest
 
 from tests.unit.tiers.test_checkpoints import LLAMA_8B, model
 from tiers.errors import PlanError
+from tiers.kernels import InstructionSet
 from tiers.plan import (
     CPU_OVERHEAD_GIB,
     GIB,
@@ -20,6 +21,7 @@ from tiers.plan import (
     Machine,
     expected_bytes,
     group_room,
+    held_bytes,
     kv_bytes_per_token,
     lacking_for_one_more,
     machine_name,
@@ -27,6 +29,7 @@ from tiers.plan import (
     model_config,
     read_machine,
     usual_kv_cache_gib,
+    weight_bytes,
 )
 from tiers.spec import STANDARD_TIERS, Draft, Placement, Precision, TierName, TierSpec
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
+AVX2, AVX512, AMX = InstructionSet
 
 
 def specs(tmp_path: Path, gib: dict[TierName, float]) -> list[TierSpec]:
@@ -58,16 +62,20 @@ def test_a_plan_knows_the_weights_that_are_still_to_be_made(tmp_path: Path) -> N
     base = model(tmp_path / "base", size=269_060_552)  # and 163 and 114 MB, of the default model
     config = {**LLAMA_8B, "vocab_size": 49152, "hidden_size": 576, "tie_word_embeddings": True}
     (base / "config.json").write_text(json.dumps(config))
-    assert expected_bytes(base, Precision.BF16, amx=False) == (269_060_552, 269_060_552)
-    on_disk, held = expected_bytes(base, Precision.FP8, amx=False)
+    assert expected_bytes(base, Precision.BF16, AVX512) == (269_060_552, 269_060_552)
+    on_disk, held = expected_bytes(base, Precision.FP8, AMX)
     assert on_disk == pytest.approx(163_227_736, rel=0.01)
     assert held == pytest.approx(269_060_552, rel=0.01)
-    packed, held = expected_bytes(base, Precision.AWQ_INT4, amx=True)
-    assert 114_029_456 < packed == held < 1.05 * 114_029_456
+    packed, held = expected_bytes(base, Precision.AWQ_INT4, AVX2)
+    assert 114_029_456 < packed < 1.05 * 114_029_456
+    weights = (269_060_552 - 49152 * 576 * 2) / 2
+    assert held == pytest.approx(packed + weights / 2, rel=1e-6)
+    held_on_amx = expected_bytes(base, Precision.AWQ_INT4, AMX)[1]
+    assert held_on_amx == pytest.approx(packed + weights / 32 * 6.5, rel=1e-6)  # in the smallest groups
     tiers = [TierSpec(name, 2048, 16, 32, checkpoint=base if name is PRECISE else None) for name in STANDARD_TIERS]
-    plan = make_plan(Machine((0, 1), 24 * GIB, ()), tiers, base=base)
+    plan = make_plan(Machine((0, 1), 24 * GIB, (), AVX512), tiers, base=base)
     assert [(share.on_disk, share.weights) for share in plan.shares] == [
-        expected_bytes(base, precision, amx=False) for precision in (Precision.AWQ_INT4, Precision.FP8, Precision.BF16)
+        expected_bytes(base, precision, AVX512) for precision in (Precision.AWQ_INT4, Precision.FP8, Precision.BF16)
     ]
 
 
@@ -132,37 +140,72 @@ def test_a_control_groups_limit_counts(tmp_path: Path, line: str, limit: str, us
         assert group_room(tmp_path, tmp_path / "own") == room
 
 
-def test_quantized_weights_take_twice_their_size_where_the_plugin_computes_them(tmp_path: Path) -> None:
-    """Without AMX, FP8 is held as BF16 and 4 bits in two layouts; embeddings, scales and BF16 layers stay as they are."""
-    mib = 1 << 20
-    tensors = {
-        FAST: {"embed.weight": ("BF16", 50 * mib), "q.weight_packed": ("I32", 40 * mib), "q.weight_scale": ("BF16", mib)},
-        BALANCED: {"embed.weight": ("BF16", 50 * mib), "q.weight": ("F8_E4M3", 80 * mib), "q.weight_scale": ("BF16", mib)},
-        PRECISE: {"embed.weight": ("BF16", 50 * mib), "q.weight": ("BF16", 160 * mib)},
-    }  # fmt: skip
-    for tier, entries in tensors.items():
-        folder, header, end = model(tmp_path / tier), {"__metadata__": {"format": "pt"}}, 0
-        for name, (dtype, size) in entries.items():
-            header[name] = {"dtype": dtype, "shape": [size], "data_offsets": [end, end + size]}
-            end += size
-        raw = json.dumps(header).encode()
-        with (folder / "model.safetensors").open("wb") as file:
-            file.write(struct.pack("<Q", len(raw)) + raw)
-            file.truncate(8 + len(raw) + end)
-    tiers = [TierSpec(name, 2048, 16, 32, checkpoint=tmp_path / name) for name in STANDARD_TIERS]
-    for amx, held in ((False, (131, 211, 210)), (True, (91, 131, 210))):
-        plan = make_plan(Machine((0, 1), 24 * GIB, (), amx=amx), tiers, kv_cache_gib=1)
-        assert tuple(share.weights // mib for share in plan.shares) == held
-        assert tuple(share.on_disk // mib for share in plan.shares) == (91, 131, 210)
-    room = (
-        int(3 * (1 + CPU_OVERHEAD_GIB) * GIB) + 2 * 500 * mib
-    )  # three engines' KV cache and overhead, and weights on disk and as held
-    assert make_plan(Machine((0, 1), room, (), amx=True), tiers, kv_cache_gib=1)
+MIB = 1 << 20
+TENSORS = {
+    FAST: {"embed.weight": ("BF16", 50 * MIB), "q.weight_packed": ("I32", 40 * MIB), "q.weight_scale": ("BF16", MIB)},
+    BALANCED: {"embed.weight": ("BF16", 50 * MIB), "q.weight": ("F8_E4M3", 80 * MIB), "q.weight_scale": ("BF16", MIB)},
+    PRECISE: {"embed.weight": ("BF16", 50 * MIB), "q.weight": ("BF16", 160 * MIB)},
+}  # fmt: skip
+QUANTIZED = {
+    FAST: {"type": "int", "num_bits": 4, "group_size": 128},
+    BALANCED: {"type": "float", "num_bits": 8, "group_size": None},
+}
+
+
+def quantized_model(folder: Path, tier: TierName) -> Path:
+    """Make a checkpoint whose tensors have sizes, but no values."""
+    model(folder)
+    if tier in QUANTIZED:
+        quantization = {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"group_0": {"weights": QUANTIZED[tier]}},
+        }
+        (folder / "config.json").write_text(json.dumps({**LLAMA_8B, "quantization_config": quantization}))
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, (dtype, size) in TENSORS[tier].items():
+        header[name] = {"dtype": dtype, "shape": [size], "data_offsets": [end, end + size]}
+        end += size
+    raw = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        file.truncate(8 + len(raw) + end)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("instructions", "held"), [(AVX2, (131, 371, 420)), (AVX512, (131, 211, 210)), (AMX, (95, 211, 210))]
+)
+def test_weights_take_what_their_kernels_hold(
+    instructions: InstructionSet, held: tuple[int, ...], tmp_path: Path
+) -> None:
+    """FP8 is held as BF16; 4 bits in two layouts, or with AMX as vLLM's kernel has them, 40 MiB in groups of 128.
+
+    With AVX2 alone FP8 and BF16 layers are held in float32. Embeddings and scales stay as they are.
+    """
+    tiers = [TierSpec(n, 2048, 16, 32, checkpoint=quantized_model(tmp_path / n, n)) for n in STANDARD_TIERS]
+    plan = make_plan(Machine((0, 1), 24 * GIB, (), instructions), tiers, kv_cache_gib=1)
+    assert tuple(share.weights // MIB for share in plan.shares) == held
+    assert tuple(share.on_disk // MIB for share in plan.shares) == (91, 131, 210)
+
+
+def test_weights_are_counted_on_disk_and_as_held(tmp_path: Path) -> None:
+    """Where the machine has room for what AMX needs, two layouts of 4-bit weights may not fit."""
+    tiers = [TierSpec(n, 2048, 16, 32, checkpoint=quantized_model(tmp_path / n, n)) for n in STANDARD_TIERS]
+    room = int(3 * (1 + CPU_OVERHEAD_GIB) * GIB) + (91 + 131 + 210 + 96 + 211 + 210) * MIB
+    assert make_plan(Machine((0, 1), room, (), AMX), tiers, kv_cache_gib=1)
     with pytest.raises(PlanError, match="GiB of memory"):
-        make_plan(Machine((0, 1), room - 100 * mib, (), amx=False), tiers, kv_cache_gib=1)
+        make_plan(Machine((0, 1), room, (), AVX512), tiers, kv_cache_gib=1)
     (tmp_path / FAST / "model.safetensors").write_bytes(b"")
     with pytest.raises(PlanError, match="cannot be read"):
         make_plan(Machine((0, 1), room, ()), tiers)
+
+
+def test_groups_of_unknown_size_count_as_the_smallest(tmp_path: Path) -> None:
+    """An AWQ checkpoint of another tool may not say it where vLLM's kernel for AMX needs it."""
+    folder = quantized_model(tmp_path / "fast", FAST)
+    quantization = {"quant_method": "awq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps({**LLAMA_8B, "quantization_config": quantization}))
+    assert held_bytes(folder, AMX) == weight_bytes(folder) + 40 * MIB * 2 / 32 * 6.5
 
 
 def test_memory_for_one_more_is_reckoned(tmp_path: Path) -> None:

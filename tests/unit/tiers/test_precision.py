@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.unit.made_configs import AWQ_RECIPE, CONFIGS, compressed, model_folder, tier_folder
+from tests.waiting import call_within
 from tiers.checkpoints.precision import MAX_BYTES, checkpoint_precision, root_precision, told_precision
 from tiers.spec import PRECISIONS, STANDARD_TIERS, UNKNOWN, TierName
 
@@ -163,10 +164,10 @@ def listening(*args: str) -> Iterator[str]:
     process = subprocess.Popen([sys.executable, "-c", code, *args], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        yield f"http://127.0.0.1:{int(call_within(process.stdout.readline, 'a port'))}"
     finally:
         process.kill()
-        process.communicate()
+        process.communicate(timeout=60)
 
 
 def test_a_folder_counts_where_the_engine_is_a_process_here(tmp_path: Path) -> None:

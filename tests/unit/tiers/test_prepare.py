@@ -15,7 +15,7 @@ import pytest
 
 from tests.fakes import quantizer as fake
 from tests.unit.tiers.test_checkpoints import model
-from tiers.checkpoints.checkpoint import Checkpoint
+from tiers.checkpoints.checkpoint import MANIFEST, Checkpoint
 from tiers.checkpoints.prepare import (
     DEFAULT_GGUF,
     DEFAULT_GGUF_SHA256,
@@ -25,6 +25,7 @@ from tiers.checkpoints.prepare import (
     finished,
     locate,
     prepare,
+    servable,
 )
 from tiers.errors import CheckpointError
 from tiers.spec import STANDARD_TIERS
@@ -69,6 +70,33 @@ def test_all_three_are_made_once(options: PrepareOptions, orders: Path) -> None:
     assert len({c.manifest.tokenizer_digest for c in checkpoints}) == 1
     assert prepare(replace(options, quantizer_python=options.store / "none"), nothing) == checkpoints
     assert not list(options.store.glob("*/*.partial"))
+
+
+def test_each_checkpoint_is_scored(options: PrepareOptions, orders: Path) -> None:
+    """One that an older release made is scored afterwards, and is not made again."""
+    for command, logprob in (("bf16", "-1"), ("fp8", "-1"), ("awq", "-1.5")):
+        (orders / f"{command}.logprob").write_text(logprob)
+    fast, balanced, precise = prepare(options, nothing)
+    references = [checkpoint.manifest.reference for checkpoint in (fast, balanced, precise)]
+    assert [r.texts[0].logprobs if r else None for r in references] == [(-1.5, -1.5), (-1.0, -1.0), (-1.0, -1.0)]
+    manifest = json.loads((precise.path / MANIFEST).read_text())
+    del manifest["reference"]
+    (precise.path / MANIFEST).write_text(json.dumps(manifest))
+    assert [checkpoint.tier for checkpoint in finished(options)] == [FAST, BALANCED, PRECISE]
+    assert [checkpoint.tier for checkpoint in servable(options)] == [FAST, BALANCED]
+    assert find(options) is None
+    made_before = (precise.path / "model.safetensors").lstat().st_mtime_ns
+    assert prepare(options, nothing) == find(options) == (fast, balanced, precise)
+    assert (precise.path / "model.safetensors").lstat().st_mtime_ns == made_before
+
+
+def test_a_quantized_checkpoint_that_says_something_else_is_refused(options: PrepareOptions, orders: Path) -> None:
+    """By more than quantization explains: nothing of it is left, and the others serve."""
+    for command, logprob in (("bf16", "-1"), ("fp8", "-1"), ("awq", "-2.5")):
+        (orders / f"{command}.logprob").write_text(logprob)
+    with pytest.raises(CheckpointError, match=r"1\.50 nats a token from the base model's, at most 1\.00 is allowed"):
+        prepare(options, nothing)
+    assert [checkpoint.tier for checkpoint in finished(options)] == [BALANCED, PRECISE]
 
 
 @pytest.mark.usefixtures("orders")

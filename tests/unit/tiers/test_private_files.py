@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiers.private_files import make_private_folder, open_private
+from tiers.private_files import ends_within_line, make_private_folder, open_private
 
 
 def mode(path: Path) -> int:
@@ -58,3 +58,19 @@ def test_what_cannot_be_opened_is_an_os_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError):
         make_private_folder(tmp_path / "file")
+
+
+@pytest.mark.parametrize(("text", "cut_off"), [("", False), ("whole\n", False), ("whole\ncut", True), ("\n", False)])
+def test_a_file_that_ends_within_a_line_is_known(tmp_path: Path, text: str, *, cut_off: bool) -> None:
+    """Also where it is open for writing alone."""
+    path = tmp_path / "log"
+    path.write_text(text)
+    with path.open("a") as file:
+        assert ends_within_line(file.fileno()) is cut_off
+
+
+def test_devices_and_pipes_do_not_end_within_a_line() -> None:
+    reading, writing = os.pipe()
+    with Path("/dev/full").open("w") as device, os.fdopen(reading), os.fdopen(writing, "w") as pipe:
+        assert not ends_within_line(device.fileno())
+        assert not ends_within_line(pipe.fileno())

@@ -39,7 +39,7 @@ ODD = [
     (CHAT, 'data: {"error": {"message": "engine died"}}\n\n', "answers with an error: engine died"),
     (CHAT, 'data: {"choices": []}\n\n', "the stream ends without [DONE]"),
     (CHAT, "", "the stream ends without [DONE]"),
-    (COMPLETIONS, '{"choices": [{"index": 0, "text": "x"}]}', "It must return token ids"),
+    (COMPLETIONS, '{"choices": [{"index": 0, "text": "x"}]}', "gives no log-probabilities with token ids"),
     (COMPLETIONS, '{"choices": []}', "gives 0 answers to one prompt"),
     (METRICS, "", "has no vLLM gauges"),
     (METRICS, GAUGES.format("NaN", 0), "vllm:num_requests_running is NaN"),
@@ -52,7 +52,7 @@ ASKED: dict[str, Callable[[EngineProbe], Awaitable[Any]]] = {
     MODELS: lambda probe: probe.model(),
     TOKENIZE: lambda probe: probe.text_tokens("m", "hello"),
     CHAT: lambda probe: probe.generate(CHAT, {"model": "m", "messages": []}, 10),
-    COMPLETIONS: lambda probe: probe.greedy_tokens("m", ("a", "b"), 2, 10),
+    COMPLETIONS: lambda probe: probe.continuation("m", (1, 2), 2, 10),
     METRICS: lambda probe: probe.readings(),
 }
 
@@ -74,7 +74,7 @@ async def test_what_vllm_answers_is_read() -> None:
         assert await probe.text_tokens("m", "a bb") == [1, 2]
         answer = await ASKED[CHAT](probe)
         assert (answer.text, answer.completion_tokens) == ("The capital of France is Paris.", 7)
-        assert await ASKED[COMPLETIONS](probe) == ((0, 1), (0, 1))
+        assert await ASKED[COMPLETIONS](probe) == ((0, 1), (-0.1, -0.1))
         gauges, counters = await probe.readings()
         assert (gauges.running, gauges.kv_cache_usage, counters.output_tokens) == (0, 0.25, 7)
 
@@ -181,21 +181,21 @@ async def test_older_engines_name_the_cache_gauge_otherwise() -> None:
     assert (gauges.kv_cache_usage, gauges.kv_cache_tokens) == (0.25, 4096)
 
 
-async def test_prompts_are_continued_one_after_another() -> None:
-    """Each is alone in the engine, so its near-ties are decided alike every time."""
-    engine, asked = FakeEngine(), list[str]()
+async def test_the_tokens_of_a_prompt_are_scored() -> None:
+    """Each but the first, in their order."""
+    async with serving(FakeEngine(Behaviour(first_id=1)).app) as url, httpx.AsyncClient() as client:
+        assert await EngineProbe(client, url, "").prompt_logprobs("m", (7, 8, 9), 10) == (-0.2, -0.2)
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            asked.append("begin")
-        await engine.app(scope, receive, send)
-        if scope["type"] == "http":
-            asked.append("end")
 
-    async with serving(app) as url, httpx.AsyncClient() as client:
-        found = await ASKED[COMPLETIONS](EngineProbe(client, url, ""))
-    assert [len(ids) for ids in found] == [2, 2]
-    assert asked == ["begin", "end", "begin", "end"]
+@pytest.mark.parametrize(
+    "places", ["null", "[null]", '[null, {"9": {"logprob": -1}}]', '[null, {"8": {}}]', "[null, null, null]"]
+)
+async def test_scores_of_other_tokens_are_an_error(places: str) -> None:
+    answer = f'{{"choices": [{{"index": 0, "text": "", "prompt_logprobs": {places}}}]}}'
+    behaviour = Behaviour(instead={COMPLETIONS: answer})
+    async with serving(FakeEngine(behaviour).app) as url, httpx.AsyncClient() as client:
+        with pytest.raises(ProbeError):
+            await EngineProbe(client, url, "").prompt_logprobs("m", (7, 8), 10)
 
 
 async def test_a_generation_of_one_token_has_no_time_between_tokens() -> None:

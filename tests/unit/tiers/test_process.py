@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -14,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.unit.own_engines import until
+from tests.waiting import call_within, until, within
 from tiers.errors import EngineDiedError, PortInUseError
-from tiers.lifecycle.process import GUARD, EngineProcess, check_port_free
+from tiers.lifecycle.process import GUARD, EngineProcess, check_port_free, selected_kernels
 
 pytestmark = pytest.mark.anyio
 SLEEPER = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); time.sleep(600)"
@@ -27,7 +26,7 @@ async def test_logs_of_engines_are_private(tmp_path: Path) -> None:
     path = tmp_path / "logs/e.log"
     for _ in range(2):
         process = await EngineProcess.start([sys.executable, "-c", "print('loading')"], os.environ, path)
-        await process.wait()
+        await within(process.wait(), "the process to end")
         await process.stop(0)
     assert {stat.S_IMODE(p.stat().st_mode) for p in path.parent.iterdir()} == {0o600}
     assert sorted(p.name for p in path.parent.iterdir()) == ["e.log", "e.log.1"]
@@ -49,7 +48,7 @@ async def test_engine_that_dies_is_reported_with_its_last_lines(tmp_path: Path) 
     end = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
     shown = ["-c", f"print({cause!r}); print({end!r}); raise SystemExit(7)"]
     process = await EngineProcess.start([sys.executable, *shown], os.environ, tmp_path / "e.log")
-    assert await process.wait() == 7
+    assert await within(process.wait(), "the process to end") == 7
     error = process.died()
     assert isinstance(error, EngineDiedError)
     assert str(error).startswith("exited with status 7: torch.OutOfMemoryError: CUDA out of memory. Last lines of")
@@ -75,10 +74,10 @@ async def test_killed_supervisor_takes_its_engines_along(tmp_path: Path) -> None
     supervisor = subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True)
     assert supervisor.stdout is not None
     with supervisor.stdout:
-        guard = int(supervisor.stdout.readline())
+        guard = int(call_within(supervisor.stdout.readline, "the guard's process id"))
         family = await _family(guard, 3)
         supervisor.send_signal(signal.SIGKILL)
-        supervisor.wait()
+        supervisor.wait(60)
         await _gone(family)
 
 
@@ -87,7 +86,7 @@ async def test_killed_engine_takes_its_children_along(tmp_path: Path) -> None:
     process = await EngineProcess.start([sys.executable, "-c", SLEEPER], os.environ, tmp_path / "e.log")
     family = await _family(process.pid, 2)
     os.kill(process.pid, signal.SIGKILL)
-    await process.wait()
+    await within(process.wait(), "the process to end")
     await _gone(family)
     await process.stop(0)
 
@@ -100,13 +99,14 @@ async def test_missing_interpreter_is_an_engine_error(tmp_path: Path) -> None:
 
 async def _family(pid: int, size: int) -> list[psutil.Process]:
     """Wait until a process and those below it are ``size`` in number; return them."""
-    async with asyncio.timeout(10):
-        while True:
-            root = psutil.Process(pid)
-            family = [root, *root.children(recursive=True)]
-            if len(family) >= size:
-                return family
-            await asyncio.sleep(0.05)
+
+    def look() -> list[psutil.Process] | None:
+        root = psutil.Process(pid)
+        processes = [root, *root.children(recursive=True)]
+        return processes if len(processes) >= size else None
+
+    family: list[psutil.Process] = await until(look, f"{size} processes from {pid} down")
+    return family
 
 
 async def _gone(family: list[psutil.Process]) -> None:
@@ -136,7 +136,7 @@ async def test_sigterm_ends_an_engine_that_does_not_handle_it(tmp_path: Path) ->
 
 
 async def test_an_engine_that_ends_on_sigterm_has_its_own_status(tmp_path: Path) -> None:
-    ends = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); print('up', flush=True); time.sleep(600)"
+    ends = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); print('up', flush=True); [time.sleep(0.1) for _ in range(6000)]"
     log = tmp_path / "e.log"
     process = await EngineProcess.start([sys.executable, "-c", ends], os.environ, log)
     await until(lambda: log.read_text() == "up\n")
@@ -149,7 +149,7 @@ async def test_only_the_last_lines_of_a_log_are_told(tmp_path: Path) -> None:
     """Bytes that are no text do not matter; a log that is gone has no lines."""
     code = "import sys; sys.stdout.buffer.write(b''.join(b'%d\\xff\\n' % n for n in range(100)))"
     process = await EngineProcess.start([sys.executable, "-c", code], os.environ, tmp_path / "e.log")
-    await process.wait()
+    await within(process.wait(), "the process to end")
     assert process.last_log_lines(2) == "98\ufffd\n99\ufffd"
     (tmp_path / "e.log").unlink()
     assert process.last_log_lines() == ""
@@ -160,7 +160,7 @@ async def test_an_engine_runs_on_the_cores_it_is_given(tmp_path: Path) -> None:
     core = min(os.sched_getaffinity(0))
     code = "import os; print(os.sched_getaffinity(0))"
     process = await EngineProcess.start([sys.executable, "-c", code], os.environ, tmp_path / "e.log", (core,))
-    await process.wait()
+    await within(process.wait(), "the process to end")
     assert process.last_log_lines() == str({core})
     await process.stop(0)
 
@@ -192,14 +192,26 @@ def test_the_guard_has_its_engines_status(tmp_path: Path, code: str, status: int
     assert guard.stdin is not None
     assert guard.stdout is not None
     with guard.stdin, guard.stdout:
-        assert guard.stdout.readline().strip().isdigit()
-        assert guard.wait() == status
+        assert call_within(guard.stdout.readline, "the engine's process id").strip().isdigit()
+        assert guard.wait(60) == status
 
 
 def test_the_guard_tells_why_nothing_could_be_started(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-I", "-S", str(GUARD), str(tmp_path / "log"), "/no/such/engine"],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    timeout=100)  # fmt: skip
     assert done.returncode == 126
     assert "No such file or directory: '/no/such/engine'" in done.stdout
+
+
+async def test_the_kernels_that_vllm_chose_are_read_from_its_log(tmp_path: Path) -> None:
+    """In either of its wordings, each once; without a log there are none."""
+    log = tmp_path / "engine.log"
+    assert selected_kernels(log) == ()
+    log.write_text(
+        "INFO [a.py:797] Selected FirstLinearKernel for CompressedTensorsW8A8Fp8\n"
+        "INFO [a.py:923] Using SecondLinearKernel for mixed-precision linear\n"
+        "INFO [b.py:138] Using SecondLinearKernel for CompressedTensorsWNA16\n"
+    )
+    assert selected_kernels(log) == ("FirstLinearKernel", "SecondLinearKernel")

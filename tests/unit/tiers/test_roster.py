@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
-from tests.unit.own_engines import until
+from tests.waiting import until
 from tiers.address import normalised
 from tiers.errors import NotPossibleError
 from tiers.fleet import Fleet
-from tiers.lifecycle.canary import Canary, read_golden
+from tiers.lifecycle.canary import Canary, read_canary
 from tiers.lifecycle.discovery import DiscoveryOptions
 from tiers.lifecycle.operations import Operation, OperationOptions
 from tiers.lifecycle.roster import Source, all_wanted
@@ -85,8 +85,8 @@ def test_what_several_sources_name_is_one_engine() -> None:
 
 
 async def test_an_added_engine_is_warmed_and_compared_before_it_serves(tmp_path: Path) -> None:
-    """As one of the settings: its answers are recorded, and it is no tier's before it is ready."""
-    canary, behaviour = Canary(tmp_path / "canary.json", "here"), Behaviour(alive=False, root="made/fast")
+    """As one of the settings: its scores are recorded, and it is no tier's before it is ready."""
+    canary, behaviour = Canary(tmp_path / "canary.json"), Behaviour(alive=False, root="made/fast")
     async with serving_all(FakeEngine(behaviour).app) as (url,), watched(tmp_path, canary=canary) as supervisor:
         fleet = supervisor.fleet
         assert fleet.snapshot().tier(FAST).status is ReplicaStatus.ABSENT
@@ -96,15 +96,15 @@ async def test_an_added_engine_is_warmed_and_compared_before_it_serves(tmp_path:
         assert fleet.lease(FAST, prompt_tokens=1, max_tokens=1) is None
         behaviour.alive = True
         await until(lambda: replica.state.status is READY)
-        assert [record.identity for record in read_golden(canary.path)] == [url]
+        assert [record.identity for record in read_canary(canary.path).records] == [url]
         assert fleet.spec(FAST).precision == "awq-int4"
         with pytest.raises(NotPossibleError, match="is in tier fast already, named by command"):
             add(supervisor, url, PRECISE)
 
 
 async def test_a_removed_engine_drains_and_is_forgotten(tmp_path: Path) -> None:
-    """It gets no more requests, its open one goes on; then neither replica, engine nor recorded answers are left."""
-    canary = Canary(tmp_path / "canary.json", "here")
+    """It gets no more requests, its open one goes on; then neither replica, engine nor recorded scores are left."""
+    canary = Canary(tmp_path / "canary.json")
     async with serving_all(FakeEngine().app) as (url,), watched(tmp_path, (url,), canary=canary) as supervisor:
         fleet = supervisor.fleet
         await until(lambda: ids(supervisor) == ["fast-0"])
@@ -118,7 +118,7 @@ async def test_a_removed_engine_drains_and_is_forgotten(tmp_path: Path) -> None:
         lease.release()
         await until(lambda: operation.state == "done")
         assert (operation.detail, fleet.replicas, supervisor.engines) == ("removed", [], ())
-        assert read_golden(canary.path) == ()
+        assert read_canary(canary.path).records == ()
         assert fleet.snapshot().tier(FAST).status is ReplicaStatus.STOPPED
 
 

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving_all
-from tests.unit.own_engines import own_engines, until
+from tests.unit.own_engines import own_engines
+from tests.waiting import until
 from tiers.fleet import Fleet
 from tiers.lifecycle import supervisor
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
@@ -95,7 +96,7 @@ async def test_engine_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("behaviour", "said"),
-    [(Behaviour(answer=("x",) * 16), ""), (Behaviour(max_model_len=1024), "context of 1024 tokens")],
+    [(Behaviour(answer=("!",) * 16), "not readable text"), (Behaviour(max_model_len=1024), "context of 1024 tokens")],
     ids=["nonsense", "too short a context"],
 )
 async def test_an_engine_that_does_not_keep_its_tiers_promise_is_refused(

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.own_engines import own_engines, until
+from tests.unit.own_engines import own_engines
+from tests.waiting import until
 from tiers.lifecycle import supervisor
 from tiers.lifecycle.engine import THROTTLED_S, Engine
 from tiers.lifecycle.watchdog import WatchdogOptions

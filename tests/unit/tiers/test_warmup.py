@@ -18,19 +18,17 @@ from tiers.spec import TemplateTokens
 pytestmark = pytest.mark.anyio
 
 
-@pytest.mark.parametrize(
-    "text", ["", "   ", "\ufffd\ufffd Paris", "the the the the the the the the", "12345 !!", "It is Rome."]
-)
+@pytest.mark.parametrize("text", ["", "   ", "\ufffd\ufffd Paris", "the the the the the the the the", "12345 !!"])
 def test_nonsense_fails_the_warm_up(text: str) -> None:
-    """Empty, broken, repeated or wrong text is not an answer."""
-    with pytest.raises(WarmupFailedError, match="engine answered"):
-        check_answer(text, WarmupPlan())
+    """Empty, broken or repeated text is not an answer."""
+    with pytest.raises(WarmupFailedError, match="which is not readable text: a wrong checkpoint or a broken kernel"):
+        check_answer(text, "Why?")
 
 
-def test_sane_answers_pass_the_warm_up() -> None:
-    """The expected word in any case passes; with no expectation any sane text does."""
-    check_answer("The capital of France is PARIS.", WarmupPlan())
-    check_answer("Rome, perhaps.", WarmupPlan(expected=""))
+@pytest.mark.parametrize("text", ["The capital of France is PARIS.", "Rome, perhaps.", "L'Étoile, la Marseillaise,"])
+def test_readable_answers_pass_the_warm_up(text: str) -> None:
+    """Words hang on rounding: a right engine may say another one where two are nearly as likely."""
+    check_answer(text, "What is the capital of France?")
 
 
 @asynccontextmanager
@@ -49,10 +47,11 @@ async def test_a_warm_engine_is_described(*, priorities: bool) -> None:
         assert report.tokens_digest == await tokens_digest(probe, "fake")
 
 
-async def test_an_engine_that_answers_nonsense_is_not_warm() -> None:
-    async with probing(Behaviour(answer=("Rome",))) as probe:
-        with pytest.raises(WarmupFailedError, match=r"answered 'Rome', expected 'Paris'.*engine\.warmup_expected"):
-            await warm_up(probe, "fake", WarmupPlan())
+@pytest.mark.parametrize("thinks", [True, False])
+async def test_an_engine_whose_model_thinks_is_known(*, thinks: bool) -> None:
+    """vLLM refuses a bound on thinking for others, and callers of Anthropic's API give one to every model."""
+    async with probing(Behaviour(thinks=thinks)) as probe:
+        assert (await warm_up(probe, "fake", WarmupPlan())).takes_thinking is thinks
 
 
 async def test_an_engine_that_does_not_answer_is_not_warm() -> None:

@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving
-from tests.unit.own_engines import own_engines, until
+from tests.unit.own_engines import own_engines
+from tests.waiting import until
 from tiers.fleet import Fleet
 from tiers.lifecycle.watchdog import STEADY_S, Restarts, WatchdogOptions, Wear, hangs, off_by
 from tiers.probe import Counters, EngineProbe

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from tests.fakes.engine import Behaviour, FakeEngine, serving
-from tests.unit.own_engines import own_engines, until
+from tests.unit.own_engines import own_engines
 from tests.unit.tiers.test_probe import GAUGES
+from tests.waiting import until
 from tiers.fleet import Fleet
 from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
 from tiers.lifecycle.watchdog import WatchdogOptions

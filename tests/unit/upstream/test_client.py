@@ -22,6 +22,7 @@ from router.upstream.errors import (
 from router.upstream.json_object import JsonObject
 from tests.fakes.engine import Behaviour
 from tests.ports import reserved_ports
+from tests.unit.router_stack import SOUND_S
 from tests.unit.upstream_stack import HI, LIMIT, text_of, until, upstream_stack
 from tiers.spec import STANDARD_TIERS
 
@@ -171,7 +172,7 @@ async def test_excluded_replicas_are_not_asked() -> None:
 
 async def test_a_first_token_that_is_late_is_asked_for_elsewhere() -> None:
     """The engine that is late is told to stop."""
-    async with upstream_stack({"first_token_timeout_s": 0.5}, fast=Behaviour(stall_after=0)) as stack:
+    async with upstream_stack({"first_token_timeout_s": SOUND_S}, fast=Behaviour(stall_after=0)) as stack:
         answer = await stack.upstream.open(stack.decision(FAST), HI)
         assert answer.tier is BALANCED
         await answer.aclose()

@@ -27,6 +27,18 @@ def relay(body: bytes | dict[str, Any], **values: Any) -> EngineRequest:
     return EngineRequest(document=document, request_id="r", **{"streamed": False, **values})
 
 
+@pytest.mark.parametrize("kind", ["enabled", "adaptive", "disabled"])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+def test_thinking_is_not_asked_of_a_model_that_does_not_think(kind: str, path: str) -> None:
+    """Only what vLLM would refuse is left out, and only where Anthropic's clients ask it of every model."""
+    asked = relay({**CHAT, "thinking": {"type": kind, "budget_tokens": 1024}}, path=path)
+    assert "thinking" in json.loads(asked.body(replica(takes_thinking=True)))
+    is_left_out = (kind, path) == ("enabled", "/v1/messages")
+    unthinking = replica(takes_thinking=False)
+    assert ("thinking" not in json.loads(asked.body(unthinking))) is is_left_out
+    assert asked.ignored_by(unthinking) == (("thinking",) if is_left_out else ())
+
+
 def test_all_but_the_model_are_the_callers_own_bytes() -> None:
     """Digits of numbers, escapes and unknown members are as they came; the router's own object goes to no engine."""
     body = b'{"temperature": 1.10, "seed":12345678901234567890, "model":"auto", "x":"\\u00e9", "qarr":{"tier":"fast"}}'
@@ -66,9 +78,10 @@ def test_every_stream_is_asked_for_its_token_counts(given: Any, *, wants_usage: 
     assert json.loads(asked.body(replica()))["stream_options"] == sent
 
 
-def test_token_ids_are_asked_for_where_failover_needs_them() -> None:
+def test_token_ids_are_asked_for() -> None:
+    """Failover needs them, and they show that an engine computes."""
     assert "return_token_ids" not in json.loads(relay(CHAT).body(replica()))
-    asked = replace(relay(CHAT), continuable=Continuable(10, {}, 0))
+    asked = replace(relay(CHAT), asks_token_ids=True)
     assert json.loads(asked.body(replica()))["return_token_ids"] is True
 
 

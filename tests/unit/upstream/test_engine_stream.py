@@ -219,6 +219,11 @@ async def test_a_span_tells_how_an_answer_went() -> None:
     assert found["gen_ai.response.finish_reasons"] == ("stop",)
     assert (found["gen_ai.usage.input_tokens"], found["gen_ai.usage.output_tokens"]) == (10, 7)
     assert found["qarr.ttft_ms"] == answer.ttft_ms
+    (first_token,) = span.events
+    assert first_token.timestamp is not None
+    assert span.start_time is not None
+    seen_s = (first_token.timestamp - span.start_time) / 1e9
+    assert found["gen_ai.response.time_to_first_chunk"] == pytest.approx(seen_s, abs=0.05)
     assert found["qarr.tpot_ms"] == answer.tpot_ms
     assert [event.name for event in span.events] == ["qarr.first_token"]
 

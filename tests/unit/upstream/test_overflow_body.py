@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from router.upstream.engine_request import EngineRequest
 from router.upstream.json_object import JsonObject
 from router.upstream.named_events import MESSAGE_FORMAT
-from router.upstream.overflow import body_for
+from router.upstream.overflow import LIMIT, OLDER_LIMIT, body_for
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -93,7 +93,7 @@ def test_generate_and_others() -> None:
     members = {"messages": MESSAGES, "max_tokens": 9, "temperature": 0.7, "repetition_penalty": 1.0}
     chat = EngineRequest(document=members, request_id="r", priority=1)
     assert json.loads(body_for(chat, "foreign") or b"") == {
-        "model": "foreign", "messages": MESSAGES, "max_tokens": 9, "temperature": 0.7, "stream": True,
+        "model": "foreign", "messages": MESSAGES, LIMIT: 9, "temperature": 0.7, "stream": True,
         "stream_options": {"include_usage": True},
     }  # fmt: skip
     assert body_for(replace(chat, document={**members, "repetition_penalty": 1.2}), "foreign") is None
@@ -102,3 +102,38 @@ def test_generate_and_others() -> None:
         document=document, path="/v1/messages", request_id="r", answers=MESSAGE_FORMAT, streamed=False, counts=False
     )
     assert body_for(passed, "foreign") is None
+
+
+def own(*, limit_name: str = LIMIT, implied: tuple[str, ...] = (), **members: Any) -> Any:
+    """Return what a foreign server is asked for a document of the router's own."""
+    document = {"messages": MESSAGES, "max_tokens": 9, "temperature": 0.7, **members}
+    made = body_for(EngineRequest(document=document, request_id="r", implied=implied), "foreign", limit_name)
+    assert made is not None
+    return json.loads(made)
+
+
+def test_what_nobody_asked_for_is_not_asked_for_there() -> None:
+    """Some of OpenAI's models refuse every temperature but their own."""
+    assert "temperature" not in own(implied=("temperature",))
+    assert own()["temperature"] == 0.7
+
+
+@pytest.mark.parametrize("limit_name", [LIMIT, OLDER_LIMIT])
+def test_a_chats_limit_has_the_servers_name_for_it(limit_name: str) -> None:
+    """OpenAI's newer models refuse the older name, some other servers do not know the newer one."""
+    document = own(limit_name=limit_name)
+    assert {name: document.get(name) for name in (LIMIT, OLDER_LIMIT)} == {
+        LIMIT: None,
+        OLDER_LIMIT: None,
+        limit_name: 9,
+    }
+    for given in ({LIMIT: 9}, {OLDER_LIMIT: 9}, {LIMIT: 9, OLDER_LIMIT: 5}):
+        request = EngineRequest(
+            document=JsonObject.parse(json.dumps({"messages": [], **given}).encode()), request_id="r"
+        )
+        asked = json.loads(body_for(request, "foreign", limit_name) or b"{}")
+        assert {name: asked[name] for name in (LIMIT, OLDER_LIMIT) if name in asked} == {limit_name: 9}
+
+
+def test_a_completions_limit_keeps_its_name() -> None:
+    assert relayed("completions", prompt="x", max_tokens=9)[OLDER_LIMIT] == 9

@@ -17,8 +17,8 @@ from router.upstream.errors import EngineBrokeError, EngineStalledError
 from router.upstream.progress import Continuable, Progress
 from router.upstream.sse import Chunk, parse_event
 from router.upstream.transport import Connection
-from tests.unit.own_engines import until
 from tests.unit.upstream.test_transport import answer_on, connection_with_request
+from tests.waiting import until
 from tiers.spec import TierName, TierSpec
 
 pytestmark = pytest.mark.anyio
@@ -67,7 +67,7 @@ class Reader:
         spec = TierSpec(TierName.FAST, 4096, 16, 1, urls=("http://engine",), precision="awq")
         hold = OverflowHold(OverflowServer("e", spec), 1, lambda: None)
         hop = Hop("chat", "m", "http://engine", 0.0, overflow="e")
-        self.answer = EngineStream(Attempt(TierName.FAST, hold, answer_on(self.connection), hop, 100, 0.0), ASKED)
+        self.answer = EngineStream(Attempt(TierName.FAST, hold, answer_on(self.connection), hop, 100, 600, 0.0), ASKED)
 
     @property
     def progress(self) -> Progress:

@@ -20,6 +20,7 @@ from router.upstream.transport import (
     ConnectionState,
     EngineTransport,
 )
+from tests.waiting import until, within
 
 pytestmark = pytest.mark.anyio
 
@@ -384,8 +385,7 @@ async def test_a_connection_that_the_engine_closed_is_not_used_again() -> None:
     async with engine_with(answers(PLAIN, times=1)) as engine, transport() as made:
         for number in range(3):
             assert await text_of(await made.handle_async_request(post(engine.url))) == b"hello"
-            while made._idle:  # until it hears
-                await asyncio.sleep(0)
+            await until(lambda: not made._idle, poll_s=0)  # until it hears
             assert engine.connections == number + 1
 
 
@@ -436,14 +436,14 @@ async def test_connections_to_engines_that_have_vanished_are_closed(monkeypatch:
         now[0] += KEEP_ALIVE_S + 0.1
         assert await text_of(await made.handle_async_request(post(engine.url))) == b"hello"
         assert [len(idle) for idle in made._idle.values()] == [1]
-        await gone.ended.wait()
+        await within(gone.ended.wait(), "the engine's connection to end")
 
 
 async def test_an_answer_that_is_not_read_to_its_end_ends_at_the_engine() -> None:
     async with engine_with(answers(CHUNKED[:-10])) as engine, transport() as made:
         response = await made.handle_async_request(post(engine.url))
         await response.aclose()
-        await engine.ended.wait()
+        await within(engine.ended.wait(), "the engine's connection to end")
 
 
 async def test_a_cancelled_request_ends_at_the_engine() -> None:
@@ -456,11 +456,11 @@ async def test_a_cancelled_request_ends_at_the_engine() -> None:
 
     async with engine_with(never) as engine, transport(max_requests=1) as made:
         task = asyncio.create_task(made.handle_async_request(post(engine.url)))
-        await asked.wait()
+        await within(asked.wait(), "the engine to be asked")
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await engine.ended.wait()
+        await within(engine.ended.wait(), "the engine's connection to end")
         engine.ended.clear()
         engine._answer = answers(CHUNKED[:-10])
         response = await made.handle_async_request(post(engine.url))  # the slot is free
@@ -470,7 +470,7 @@ async def test_a_cancelled_request_ends_at_the_engine() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         await response.aclose()
-        await engine.ended.wait()
+        await within(engine.ended.wait(), "the engine's connection to end")
 
 
 async def test_more_requests_may_be_allowed_and_never_fewer() -> None:
@@ -557,10 +557,11 @@ async def test_an_engine_waits_for_a_reader_that_is_slow() -> None:
     async with engine_with(much) as engine, transport() as made:
         response = await made.handle_async_request(post(engine.url))
         before = -1
-        while sent != before:  # until the sockets are full
-            before = sent
-            for _ in range(100):
-                await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            while sent != before:  # until the sockets are full
+                before = sent
+                for _ in range(100):
+                    await asyncio.sleep(0)
         assert sent < size
         (connection,) = made._connections
         assert answer_on(connection).buffered <= READ_BUFFER_BYTES + (1 << 18), "one read of the socket more, at most"
@@ -575,7 +576,7 @@ async def test_closing_ends_what_is_open() -> None:
         with pytest.raises(httpx.TransportError):
             await text_of(response)
         await response.aclose()
-        await engine.ended.wait()
+        await within(engine.ended.wait(), "the engine's connection to end")
         with pytest.raises(RuntimeError, match="closed"):
             await made.handle_async_request(post(engine.url))
 
@@ -626,7 +627,7 @@ async def test_a_connection_whose_end_does_not_come_is_closed(monkeypatch: pytes
     async with engine_with(silent) as engine, transport(1) as made:
         await read_stream(made, engine.url)
         await read_stream(made, engine.url)
-        await engine.ended.wait()
+        await within(engine.ended.wait(), "the engine's connection to end")
         assert engine.connections == 2
 
 
@@ -634,6 +635,5 @@ async def test_streams_one_after_another_have_one_connection() -> None:
     async with engine_with(answers(CHUNKED[:END], CHUNKED[END:])) as engine, transport() as made:
         for _ in range(5):
             await read_stream(made, engine.url)
-            while not made._idle:
-                await asyncio.sleep(0)
+            await until(lambda: made._idle, poll_s=0)
         assert engine.connections == 1

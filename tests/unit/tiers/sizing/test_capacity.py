@@ -10,7 +10,7 @@ from tests.unit.tiers.sizing.test_architecture import PUBLISHED, read
 from tiers.plan import GIB
 from tiers.sizing.architecture import architecture
 from tiers.sizing.capacity import Demand, EnginePlan, engines_on_cpu, engines_on_gpus
-from tiers.sizing.hardware import parse_gpus
+from tiers.sizing.named_gpus import parse_gpus
 from tiers.sizing.roofline import Roofline
 from tiers.spec import STANDARD_TIERS, Precision, TierName
 from tiers.speed import SpeedModel

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from classifier import PromptClass
 from router.policy.decide import decide, scarcity_at
-from router.policy.decision import PolicyParameters
+from router.policy.decision import PolicyParameters, latest_unnoticed_ms
 from tests.unit.policy.test_decide import fleet as snapshot
 from tests.unit.policy.test_decide import losing, query
 from tests.unit.tiers.sizing.test_capacity import Steady
 from tiers.sizing.capacity import Demand, EnginePlan
 from tiers.sizing.fleet import EngineType, Fleet, Load
-from tiers.sizing.operation import _Chain, _station, cheapest_in_operation, in_operation
+from tiers.sizing.operation import Policy, _Chain, _station, cheapest_in_operation, in_operation
 from tiers.spec import STANDARD_TIERS, TierName
 from tiers.speed import Load as Busy
 from tiers.speed import SpeedModel
@@ -35,22 +35,26 @@ def allowed(budget: float, taken: float) -> float:
     return 0.005 + scarcity_at("best", taken) * max(budget - 0.005, 0.0)
 
 
+POLICY = Policy(allowed, latest_unnoticed_ms)
+WORK = [kind for kind in PromptClass if kind is not PromptClass.SMALL_TALK]  # the plan's mixes have no small talk
+
+
 def test_one_engine_by_hand() -> None:
     """Prompts of 2 ms, 100 steps of 20 ms at any batch: ten a second are 20 sequences, each with 0.2 ms a token of others."""
     plan = EnginePlan(PRECISE, "p", 1, 1, 1, 1, 200, 200, 1, 1, 90, 9000, Steady())
     one = Fleet(((EngineType("H100", plan, 1.0), 1),), 1, 0.0, {("", PRECISE): 1.0})
-    found = in_operation(one, Load({"": 10.0}, {PRECISE: {"": 0.0}}), DEMAND, allowed)
+    found = in_operation(one, Load({"": 10.0}, {PRECISE: {"": 0.0}}), DEMAND, POLICY)
     assert found.tpot_ms == pytest.approx(20 + 20 * 2 / 100, rel=0.1)
     assert found.ttft_ms == pytest.approx(30 + 2 / (1 - 0.02), rel=0.1)
 
 
-@given(st.tuples(*[st.integers(0, 16)] * 3), st.sampled_from(PromptClass), st.sampled_from([0.0, 0.01, 0.05]))
+@given(st.tuples(*[st.integers(0, 16)] * 3), st.sampled_from(WORK), st.sampled_from([0.0, 0.01, 0.05]))
 def test_the_plan_chooses_as_the_router_does(busy: tuple[int, ...], kind: PromptClass, budget: float) -> None:
     engines = [engine(tier, step) for tier, step in zip(STANDARD_TIERS, (10, 14, 20), strict=True)]
     stations = [_station(each, 1, DEMAND) for each in engines]
     for station, now in zip(stations, busy, strict=True):
         station.now = now
-    chain = _Chain(Fleet((), 3, 0.0, {}, budget), Load({kind: 1.0}, LOSSES), stations, allowed)
+    chain = _Chain(Fleet((), 3, 0.0, {}, budget), Load({kind: 1.0}, LOSSES), stations, POLICY)
     chain.arrive(kind)
     now = snapshot(
         None,
@@ -73,9 +77,7 @@ def test_a_budget_that_the_policy_would_exceed_buys_a_dearer_fleet() -> None:
     )
     found = {}
     for budget in (0.0, 0.002, 1.0):
-        best = cheapest_in_operation(
-            engines, Load(load.by_kind, LOSSES, budget=budget), {"H100": None}, DEMAND, allowed
-        )
+        best = cheapest_in_operation(engines, Load(load.by_kind, LOSSES, budget=budget), {"H100": None}, DEMAND, POLICY)
         assert best is not None
         assert best.lost <= budget
         found[budget] = best.price

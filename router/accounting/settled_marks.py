@@ -1,0 +1,32 @@
+"""Marks of settlements, by which a ledger knows one that is repeated."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+MARK_S = 10.0  # after its answer, in which a settlement that was repeated may still arrive
+AT_ONCE = 500
+
+
+class SettledMarks:
+    """The settlements that were answered, and whose marks are still there."""
+
+    def __init__(self) -> None:
+        self._answered: deque[tuple[float, str]] = deque()
+
+    def add(self, settlement: str) -> None:
+        self._answered.append((time.monotonic(), settlement))
+
+    def pop_due(self) -> list[str]:
+        """Return some settlements that nobody repeats any more: their marks can go."""
+        due: list[str] = []
+        oldest = time.monotonic() - MARK_S
+        while self._answered and len(due) < AT_ONCE and self._answered[0][0] <= oldest:
+            due.append(self._answered.popleft()[1])
+        return due
+
+    def pop_all(self) -> list[str]:
+        settlements = [settlement for _, settlement in self._answered]
+        self._answered.clear()
+        return settlements

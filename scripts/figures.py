@@ -1,0 +1,784 @@
+"""Write the figures of README and the documents from the result files in benchmarks/results.
+
+usage: .venv/bin/python scripts/figures.py
+
+A figure stands between two markers, and nothing between them is written by hand:
+
+    <!-- figures: NAME -->
+    ...
+    <!-- /figures -->
+
+At the beginning of a line, the first marker opens a block: tables and paragraphs. Behind text, as in an item of a list, it
+opens a sentence of that text, and the second marker ends it. NAME is one of ``FIGURES``; any document may have any of them.
+Every table says its command and its load, which are from its result file. A line of a result file that does not fit is an
+error that names it: correct the reader here when a benchmark prints something new.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import textwrap
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from measure import ROOT
+from proxies import BASE, OURS, OURS_GENERATE, PROXIES
+from side_by_side import BUSY, DIRECT, GATEWAY_LOADS, LOADS
+
+from tiers.sizing.verdict import NAMES
+from tiers.spec import PRECISIONS, TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+RESULTS = ROOT / "benchmarks/results"
+DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("classifier", "limits", "planning", "routing")))
+WIDTH = 115
+BLOCK = re.compile(
+    r"^(?P<lead>.*?)<!-- figures: (?P<name>[a-z-]+) -->\n(?P<old>(?:.*\n)*?.*?)<!-- /figures -->$", re.MULTILINE
+)
+END = "<!-- /figures -->"
+UNBROKEN = "\0"  # stands for a space at which no line may end
+SHORT_CODE = re.compile(r"`[^`]{1,85}`")
+OURS_WORDS = {OURS: "chat completions", OURS_GENERATE: "`/generate`"}
+
+
+class FigureError(Exception):
+    """A figure cannot be written; says which line or name does not fit, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextResult:
+    """A result file of lines.
+
+    Attributes:
+        path: The file.
+        lines: Without their ends.
+    """
+
+    path: Path
+    lines: tuple[str, ...]
+
+    @classmethod
+    def read(cls, name: str) -> TextResult:
+        """Read a file of benchmarks/results."""
+        path = RESULTS / name
+        try:
+            return cls(path, tuple(path.read_text("utf-8").splitlines()))
+        except OSError as error:
+            raise FigureError(f"{path}: {error.strerror}: write the output of its benchmark there") from error
+
+    @property
+    def command(self) -> str:
+        """Return the command that the file begins with."""
+        return self.match(0, r"\$ (?P<command>.+)", "a command, '$ python benchmarks/...'")["command"]
+
+    def match(self, number: int, pattern: str, expected: str) -> re.Match[str]:
+        """Match a whole line, by its index.
+
+        Raises:
+            FigureError: The line is not as expected.
+        """
+        line = self.lines[number] if number < len(self.lines) else ""
+        found = re.fullmatch(pattern, line)
+        if found is None:
+            raise FigureError(
+                f"{self.path}, line {number + 1}: {line!r} is not {expected}: "
+                "has the benchmark's output changed? Correct scripts/figures.py"
+            )
+        return found
+
+    def rows(self, first: int) -> range:
+        """Return the indexes of the lines from one on, up to an empty line."""
+        end = first
+        while end < len(self.lines) and self.lines[end].strip():
+            end += 1
+        return range(first, end)
+
+
+def read_json(name: str) -> Any:
+    """Read a JSON file of benchmarks/results."""
+    return json.loads((RESULTS / name).read_text("utf-8"))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+def fill(text: str, indent: str = "") -> str:
+    """Return text in lines that are not too long, none of which ends within a short piece of code."""
+    whole = SHORT_CODE.sub(lambda code: code[0].replace(" ", UNBROKEN), text)
+    filled = textwrap.fill(
+        whole,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    return filled.replace(UNBROKEN, " ")
+
+
+def paragraph(text: str) -> str:
+    """Return a paragraph."""
+    return fill(text) + "\n"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return words as a list in a sentence."""
+    return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else "".join(words)
+
+
+# Side by side: the router's cost.
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """The run of benchmarks/side_by_side.py that all documents cite.
+
+    Attributes:
+        record: As it wrote it.
+        link: To the printed table, from a document.
+    """
+
+    record: dict[str, Any]
+    link: str
+
+    @classmethod
+    def read(cls, to_results: str) -> SideBySide:
+        """Read the run, for a document with this way to the results."""
+        return cls(read_json("side_by_side.json"), f"{to_results}/side_by_side.txt")
+
+    @property
+    def source(self) -> str:
+        """Return the command, the commit, the machine, and how it was measured."""
+        command, commit, _, passes, *_ = self.record["head"]
+        return f"`{command.removeprefix('$ ')}` ([all]({self.link})): {commit}. {passes}"
+
+    def rows(self, load: str) -> dict[str, dict[str, Any]]:
+        """Return the rows of a load, by proxy."""
+        rows: dict[str, dict[str, Any]] = self.record["rows"][load]
+        return rows
+
+    def own_times(self, load: str, proxy: str) -> tuple[float, float]:
+        """Return the medians of p50 and p99 of a proxy's answers, in milliseconds."""
+        samples = self.record["samples"][load][proxy]
+        return median(each["first_p50"] for each in samples), median(each["first_p99"] for each in samples)
+
+    def most_rss_mb(self, proxy: str) -> float:
+        """Return the largest memory after any load."""
+        return max(each["rss_mb"] for rows in self.record["samples"].values() for each in rows[proxy])
+
+    def errors(self, proxy: str) -> int:
+        """Return the wrong answers under all loads."""
+        return sum(rows[proxy]["errors"] for rows in self.record["rows"].values())
+
+    def first_answers(self, proxy: str) -> list[dict[str, Any]]:
+        """Return a proxy's rows of bursts of new connections, the smaller ones first; a run may have none."""
+        bursts = self.record.get("bursts", {})
+        return [rows[proxy] for rows in bursts.values()]
+
+    def full_at(self, proxy: str) -> list[str]:
+        """Return the answers a second at which a core is full, by CPU time, under the loads of README."""
+        return [f"{1e6 / self.rows(load)[proxy]['cpu_us']:,.0f}" for load in ("non-streaming", "saturated", "paced")]
+
+    def ratios(self, proxy: str, base: str) -> str:
+        """Return the least and the largest ratio of two proxies' CPU times over the loads of README.
+
+        The ratio under a load is the median of the passes' ratios, as in the printed table.
+        """
+        ratios = []
+        for load in ("non-streaming", "saturated", "paced"):
+            samples = self.record["samples"][load]
+            pairs = zip(samples[proxy], samples[base], strict=True)
+            ratios.append(median(own["cpu_us"] / other["cpu_us"] for own, other in pairs))
+        return f"{min(ratios):.1f} to {max(ratios):.1f}"
+
+
+def router_cost(to_results: str) -> str:
+    """Return what the router costs, in a sentence of README."""
+    run = SideBySide.read(to_results)
+    chat, generate = run.full_at(OURS), run.full_at(OURS_GENERATE)
+    return (
+        f"One core is full at {chat[0]} whole answers a second, {chat[1]} streams of 64 tokens, or {chat[2]} at 5 ms a "
+        f"token ([side by side]({run.link}); `/generate`: {listed(generate)}). That is {run.ratios(OURS, BASE)} times the "
+        f"CPU time of vllm-router (`/generate`: {run.ratios(OURS_GENERATE, BASE)}) and "
+        f"{run.ratios(OURS, 'smg cache_aware')} times that of smg (`/generate`: "
+        f"{run.ratios(OURS_GENERATE, 'smg cache_aware')}), which neither classify nor predict. LiteLLM takes "
+        f"{run.ratios('LiteLLM', OURS)} times QARR's, Portkey's gateway {run.ratios('Portkey', OURS)} times."
+    )
+
+
+def router_load(to_results: str) -> str:
+    """Return what one core carries, by load and endpoint."""
+    run = SideBySide.read(to_results)
+    rows = []
+    for load in run.record["rows"]:
+        for proxy, endpoint in OURS_WORDS.items():
+            row = run.rows(load)[proxy]
+            rows.append(
+                [
+                    LOADS[load].title,
+                    endpoint,
+                    f"{row['cpu_us'] / 1000:.2f} ms",
+                    f"{1e6 / row['cpu_us']:,.0f}",
+                    f"{row['per_second']:,.0f}",
+                    f"{row['added_p50']:.1f} / {row['added_p99']:.1f} ms",
+                    f"{row['rss_mb']:.0f} MB",
+                    str(row["errors"]),
+                ]
+            )
+    head = ["load", "endpoint", "CPU time an answer", "a core is full at", "answers a second, seen"]
+    head += ["added time, p50 / p99", "memory", "errors"]
+    words = (
+        "The time added is that to the whole answer, or to the first event of a stream; with many connections most of it is "
+        "the wait for the core. A core is full at one second by the CPU time of an answer. "
+    )
+    return table(head, rows) + "\n" + paragraph(words + run.source)
+
+
+def gateways(to_results: str) -> str:
+    """Return what every proxy adds, and what it reads of a prompt for that."""
+    run = SideBySide.read(to_results)
+    loads = [name for name in GATEWAY_LOADS if name in run.record["rows"]]
+    bursts = run.record.get("bursts", {})
+    rows = []
+    for proxy, version in run.record["versions"].items():
+        of_load = [run.rows(name)[proxy] for name in loads]
+        if proxy == DIRECT:
+            times = ["{:.2f} / {:.2f}".format(*run.own_times(name, proxy)) for name in loads]
+        else:
+            times = [f"{row['added_p50']:.2f} / {row['added_p99']:.2f}" for row in of_load]
+        first = [f"{row['p50']:.0f} / {row['p99']:.0f} / {row['most']:.0f}" for row in run.first_answers(proxy)]
+        cpu = run.rows("non-streaming")[proxy]["cpu_us"]
+        reads = "" if proxy == DIRECT else run.record.get("reads", {}).get(proxy) or PROXIES[proxy].reads
+        label = "none: the engine's own times" if proxy == DIRECT else f"{proxy}, {version}"
+        if proxy in OURS_WORDS:
+            label = f"**QARR, {OURS_WORDS[proxy]}**"
+        rows.append(
+            [label, reads, f"{cpu:,.0f}", *times, *first, f"{run.most_rss_mb(proxy):.0f}", str(run.errors(proxy))]
+        )
+    connections = [LOADS[name].connections for name in loads]
+    at_16 = LOADS["non-streaming"].connections
+    head = ["proxy", "reads of a prompt", f"CPU µs an answer at {at_16}"]
+    head += [f"added ms at {count}, p50 / p99" for count in connections]
+    head += [f"first answer to {size} new connections, ms, p50 / p99 / max" for size in bursts]
+    lacks = [str(LOADS[name].connections) for name in GATEWAY_LOADS if name not in loads]
+    missing = [name for name in PROXIES if name not in run.record["versions"]]
+    words = f"Whole answers ({LOADS['non-streaming'].title.rpartition(',')[0]}) over "
+    words += f"{listed([str(count) for count in connections])} connections; the engine answers at once. "
+    words += (
+        "Added is what an answer takes through the proxy less what it takes directly, in the same pass, p50 and p99. "
+    )
+    if bursts:
+        words += f"New connections come at once while {BUSY.connections} others keep the proxy busy. "
+    if lacks or missing:
+        unseen = ([f"{listed(lacks)} connections"] if lacks else []) + missing
+        words += f"This run did not have {listed(unseen)} yet. "
+    return table([*head, "memory, MB", "errors"], rows) + "\n" + paragraph(words + run.source)
+
+
+# Plans: where several precisions pay.
+
+
+def engine_words(engines: str) -> str:
+    """Return a fleet's engines, such as ``1 fast on 1 x A10, 1 precise on 2 x A10``, with their precisions."""
+    words = []
+    for engine in engines.split(", "):
+        found = re.fullmatch(r"(\d+) (fast|balanced|precise)(?: on (\d+) x (\S+))?", engine)
+        if found is None:
+            raise FigureError(f"plans.json: {engine!r} is not 'COUNT TIER on COUNT x GPU': correct scripts/figures.py")
+        count, tier, gpus, gpu = found.groups()
+        times = "" if count == "1" and gpu else f"{count} x "
+        on = f" on {gpus} {gpu}" + (" each" if count != "1" else "") if gpu else ""
+        words.append(f"{times}{NAMES[PRECISIONS[TierName(tier)]]}{on}")
+    return " + ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLoad:
+    """One load of a setting: the planned fleet's row, and that of the cheapest fleet of one precision.
+
+    Attributes:
+        load: With its unit.
+        planned: None: no fleet carries the load.
+        single: None: none of one precision carries it within the budget.
+        over_budget: The cheapest fleet of one precision, whatever it loses; None: none carries it.
+    """
+
+    load: str
+    planned: dict[str, Any] | None
+    single: dict[str, Any] | None
+    over_budget: dict[str, Any] | None
+
+    @property
+    def single_words(self) -> str:
+        """Return the fleet of one precision, or why there is none and what the cheapest would lose."""
+        if self.single is not None:
+            return engine_words(self.single["engines"])
+        if self.over_budget is None:
+            return "no single precision carries it"
+        row = self.over_budget
+        return (
+            f"no single precision keeps within the allowed loss ({engine_words(row['engines'])} costs "
+            f"{row['price']:.2f} and loses {100 * row['lost']:.2g})"
+        )
+
+    @property
+    def is_one_precision(self) -> bool:
+        """Tell whether the planned fleet has one precision."""
+        return self.planned is not None and len(tiers_of(self.planned)) == 1
+
+
+def tiers_of(row: dict[str, Any]) -> set[str]:
+    """Return the tiers of a fleet's engines."""
+    return set(re.findall(r"\d (fast|balanced|precise)", row["engines"]))
+
+
+def planned_loads(setting: dict[str, Any]) -> list[PlannedLoad]:
+    """Return the loads of a setting."""
+    found = []
+    for each in setting["loads"]:
+        rows = {row["name"]: row for row in each["rows"]}
+        alone = [row for name, row in rows.items() if name.endswith(" alone")]
+        cheapest = min(alone, key=lambda row: (row["price"], row["lost"]), default=None)
+        single = rows.get(f"{each['single']} alone")
+        found.append(PlannedLoad(f"{each['load']:g}/{setting['unit']}", rows.get("planned"), single, cheapest))
+    return found
+
+
+PLAN_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "an hour": lambda row: f"{row['price']:.2f}",
+    "1M tokens": lambda row: "-" if row["per_million"] is None else f"{row['per_million']:.2f}",
+    "lost of 100": lambda row: f"{100 * row['lost']:.2g}",
+    "refused": lambda row: f"{100 * row['refused']:.1f} %",
+    "TTFT p50 / p95, ms": lambda row: f"{row['ttft_p50']:,.0f} / {row['ttft_p95']:,.0f}",
+    "ms a token p50 / p95": lambda row: f"{row['tpot_p50']:.0f} / {row['tpot_p95']:.0f}",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of README's table.
+
+    Attributes:
+        key: Of a fleet's row.
+        pattern: How a value is shown.
+        factor: The value is multiplied by this.
+    """
+
+    key: str
+    pattern: str
+    factor: float = 1.0
+
+    def shown(self, row: dict[str, Any] | None) -> str:
+        """Return a fleet's value."""
+        return "-" if row is None else self.pattern.format(self.factor * row[self.key])
+
+    def spread(self, rows: Sequence[dict[str, Any]]) -> str:
+        """Return the least and the largest value of several fleets."""
+        ordered = sorted(rows, key=lambda row: float(row[self.key]))
+        least, most = self.shown(ordered[0]), self.shown(ordered[-1])
+        return least if least == most else f"{least} to {most}"
+
+
+README_COLUMNS = {
+    "price an hour": Column("price", "{:.2f}"),
+    "lost of 100": Column("lost", "{:.2g}", 100),
+    "time to first token (TTFT), p95, ms": Column("ttft_p95", "{:,.0f}"),
+    "ms a token, p95": Column("tpot_p95", "{:.0f}"),
+}
+
+
+def speed_words(setting: dict[str, Any]) -> str:
+    """Return where a setting's speeds are from."""
+    speed = str(setting["loads"][0]["speed"])
+    return "computed" if speed == "roofline" else "measured"
+
+
+def plans(_: str) -> str:
+    """Return a table for each setting: at each load the best of one precision, and the planned fleet."""
+    record = read_json("plans.json")
+    parts = []
+    for setting in record["settings"]:
+        rows = [plan_cells(each) for each in planned_loads(setting)]
+        first = setting["loads"][0]
+        unit = first["currency"] or "machines"
+        command = f"`qarr plan {setting['arguments']} --load LOAD/{setting['unit']}`"
+        sources = f"Speeds: {first['speed']}. Losses: {first['losses']}. Prices: {unit}."
+        caption = paragraph(f"**{setting['name']}.** {command}. {sources}")
+        parts += [caption, table(["load", "fleet", *PLAN_COLUMNS], rows)]
+    return "\n".join(parts)
+
+
+def plan_cells(each: PlannedLoad) -> list[str]:
+    """Return the cells of one load: ``one precision → planned`` where they differ."""
+    if each.planned is None:
+        return [each.load, "no fleet carries it", *([""] * len(PLAN_COLUMNS))]
+    if each.is_one_precision:
+        return [
+            each.load,
+            engine_words(each.planned["engines"]),
+            *(cell(each.planned) for cell in PLAN_COLUMNS.values()),
+        ]
+    if each.single is None:
+        fleet = f"{each.single_words} → {engine_words(each.planned['engines'])}"
+        return [f"**{each.load}**", fleet, *(f"- → {cell(each.planned)}" for cell in PLAN_COLUMNS.values())]
+    pairs = [f"{cell(each.single)} → {cell(each.planned)}" for cell in PLAN_COLUMNS.values()]
+    fleet = f"{each.single_words} → {engine_words(each.planned['engines'])}"
+    return [f"**{each.load}**", fleet, *pairs]
+
+
+def pays(to_results: str) -> str:
+    """Return README's table: a row for each load at which several precisions pay, one for all others of a setting."""
+    record = read_json("plans.json")
+    rows = []
+    for setting in record["settings"]:
+        currency = setting["loads"][0]["currency"] or "machines"
+        name = f"{setting['name']} ({speed_words(setting)} speeds; {currency})"
+        loads = planned_loads(setting)
+        for kind, group in groupby(sorted(loads, key=order_of), key=order_of):
+            for cells in pays_rows(kind, list(group)):
+                rows.append([name, *cells])
+                name = ""
+    root = to_results.removesuffix("benchmarks/results")
+    words = (
+        "One precision → planned; without an arrow one precision is best. Days of "
+        f"{record['requests']:,} requests or more whose last quarter has 2.5 times the mean load: `{record['command']}`, "
+        f"{record['date']} ([every load]({to_results}/plans.txt)). Computed speeds are the plan's roofline; measured ones "
+        f"are from [an H200]({to_results}/gpu_speed.jsonl) and this CPU. Losses are published ones "
+        f"([sources]({root}router/policy/published_losses.toml)); a plan may lose 0.3 answers of 100 in the mean of the "
+        "day, on this CPU as many as FP8."
+    )
+    return table(["", "load, mean", "fleet", *README_COLUMNS], rows) + "\n" + paragraph(words)
+
+
+def order_of(each: PlannedLoad) -> int:
+    """Return where a load stands in README's table: those at which several precisions pay first."""
+    if each.planned is None:
+        return 2
+    return 1 if each.is_one_precision else 0
+
+
+def pays_rows(kind: int, loads: Sequence[PlannedLoad]) -> Iterator[list[str]]:
+    """Return the rows of loads of one kind, as ``order_of`` has them."""
+    names = ", ".join(each.load for each in loads)
+    if kind == 2:  # noqa: PLR2004
+        yield [names, "no fleet carries it", *([""] * len(README_COLUMNS))]
+    elif kind == 1:
+        fleets = [each.planned for each in loads if each.planned is not None]
+        found = set[str]().union(*(tiers_of(row) for row in fleets))
+        ordered = [NAMES[precision] for tier, precision in PRECISIONS.items() if tier in found]
+        cells = [column.spread(fleets) for column in README_COLUMNS.values()]
+        yield [names, f"one precision is best: {' or '.join(ordered)}", *cells]
+    else:
+        for each in loads:
+            assert each.planned is not None
+            pairs = [
+                f"{column.shown(each.single)} → {column.shown(each.planned)}" for column in README_COLUMNS.values()
+            ]
+            yield [f"**{each.load}**", f"{each.single_words} → {engine_words(each.planned['engines'])}", *pairs]
+
+
+def plan_accuracy(to_results: str) -> str:
+    """Return how far a simulated engine with vLLM's scheduling is from the plan."""
+    pairs = [engine["pairs"] for engine in read_json("plans.json")["engines"]]
+    reached = [100 * seen / planned for (planned, seen), *_ in pairs]
+    off = max(abs(seen / planned - 1) for _, *times in pairs for planned, seen in times)
+    return (
+        f"With vLLM's scheduling simulated, throughput is {min(reached):.0f} to {max(reached):.0f} % of the plan's, times "
+        f"are within {100 * off:.0f} % ([plans]({to_results}/plans.txt))."
+    )
+
+
+# Predictions.
+
+PREDICTION = (
+    r"(?P<who>[a-z][\w ]*?) +(?P<requests>\d+) +(?P<ttft>\d+) ms +(?P<ttft_p50>\d+)% +(?P<ttft_p95>\d+)% +[\d.]+"
+    r" +(?P<tpot>\d+) ms +(?P<tpot_p50>\d+)% +(?P<tpot_p95>\d+)% +[\d.]+"
+)
+
+
+def prediction_runs() -> list[tuple[str, list[str], dict[str, re.Match[str]]]]:
+    """Return each run: its command, its lines from the head of the table on, and the rows by their first word."""
+    result = TextResult.read("predictions.txt")
+    runs = []
+    for start in (number for number, line in enumerate(result.lines) if line.startswith("$ ")):
+        command = result.match(start, r"\$ (.+)", "a command")[1]
+        after = range(start, len(result.lines))
+        head = next((number for number in after if result.lines[number].startswith("round 1: ")), len(result.lines)) + 1
+        result.match(
+            head, r" +requests +TTFT: seen +error p50 +p95 +bias +TPOT: seen +error p50 +p95 +bias", "the head"
+        )
+        rows = result.rows(head + 1)
+        found = {}
+        for number in rows:
+            row = result.match(number, PREDICTION, "a row of predictions")
+            found[row["who"]] = row
+        runs.append((command, list(result.lines[head : rows.stop]), found))
+    return runs
+
+
+def predictions(_: str) -> str:
+    """Return the errors of predictions as they were printed, all rows of all runs."""
+    blocks = [f"```text\n$ {command}\n" + "\n".join(lines) + "\n```\n" for command, lines, _ in prediction_runs()]
+    words = (
+        "The load: a few requests, none, more, a burst of 12, none, as many as the machine carries, none, some, of every "
+        "class and length. Without `--auto` every tier is asked for a third; with it the router chooses."
+    )
+    return "\n".join([*blocks, paragraph(words)])
+
+
+def prediction_errors(_: str) -> str:
+    """Return the errors of predictions in a sentence, of each run."""
+    parts = []
+    for command, _lines, rows in prediction_runs():
+        row = rows["all"]
+        half = f"half were off by {row['ttft_p50']} % (TTFT) and {row['tpot_p50']} % (TPOT) or less"
+        rest = f"one in twenty by over {row['ttft_p95']} and {row['tpot_p95']} %"
+        chosen = "where the router chose the tier" if "--auto" in command else "where each tier was asked for a third"
+        parts.append(f"{half}, {rest}, {chosen}")
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}: on the [hardest load tried](routing.md#predictions)."
+
+
+# The classifier.
+
+
+def classifier_quality(to_results: str) -> str:
+    """Return how good the classifier is on labelled prompts, with all rows that were printed."""
+    result = TextResult.read("classifier_quality.txt")
+    command, number = result.command, 1
+    columns: list[tuple[str, dict[str, tuple[str, str]]]] = []
+    again = []
+    while number < len(result.lines):
+        head = result.match(
+            number,
+            r"(\S+), (\d+) prompts +first look +with second look",
+            "'FILE, N prompts  first look  with second look'",
+        )
+        rows: dict[str, tuple[str, str]] = {}
+        *inner, last = result.rows(number + 1)
+        for line in inner:
+            row = result.match(line, r"  (\S.*?) +(nan|\d\.\d{3}) +(nan|\d\.\d{3})", "a figure and its two values")
+            rows[row[1]] = row[2], row[3]
+        looked = result.match(
+            last,
+            r"  looked at again: ([\d.]+)%, ([\d.]+) ms each \(median\), ([\d.]+) ms a prompt",
+            "'looked at again: ...'",
+        )
+        again.append(f"of `{head[1]}` {looked[1]} %, at {looked[2]} ms each (median), {looked[3]} ms a prompt")
+        columns.append((f"`{head[1]}`, {head[2]} prompts", rows))
+        number = last + 2
+    cells = [
+        [name, *(cell.replace("nan", "-") for _, rows in columns for cell in rows[name])] for name in columns[0][1]
+    ]
+    head_cells = ["", *(cell for name, _ in columns for cell in (name, "with second look"))]
+    words = f"`{command}` ([as printed]({to_results}/classifier_quality.txt)). The second look reads {listed(again)}."
+    return table(head_cells, cells) + "\n" + paragraph(words)
+
+
+def classifier_cost(to_results: str) -> str:
+    """Return what classifying costs, with all columns that were printed."""
+    result = TextResult.read("classifier_cost.txt")
+    unit = result.match(
+        1, r"counting with (\w+); microseconds a prompt: median / 95th percentile", "what is counted with, and the unit"
+    )
+    result.match(2, r" *chars +classify, with count +count alone +tokenizers alone +ratio", "the table's head")
+    rows = []
+    numbers = result.rows(3)
+    for number in numbers[:-1]:
+        row = result.match(number, r" *(\d+) +(\d+ / \d+) +(\d+ / \d+) +(\d+ / \d+) +([\d.]+)", "a row of the table")
+        rows.append([f"{int(row[1]):,}", row[2], row[3], row[4], row[5]])
+    ratio = result.match(numbers[-1], r"ratio: (.+)", "what the ratio is")[1]
+    head = ["characters", "classifier and count", "the count alone", "tokenizers alone", "ratio"]
+    words = (
+        f"Microseconds a prompt, median / 95th percentile, one thread, counted with {unit[1]}; `{result.command}` "
+        f"([as printed]({to_results}/classifier_cost.txt)). Ratio: {ratio}."
+    )
+    return table(head, rows) + "\n" + paragraph(words)
+
+
+def classifier_left_out(to_results: str) -> str:
+    """Return how good the first look is on prompts that were left out, by what was left out together.
+
+    The file has the output of ``scripts/train_classifier.py --left-out SPLIT`` for each split, each after its command.
+    """
+    result = TextResult.read("classifier_left_out.txt")
+    columns: dict[str, dict[str, str]] = {}
+    number = 0
+    while number < len(result.lines):
+        command = result.match(
+            number, r"\$ (.* --left-out (\w+).*)", "a command with --left-out, '$ python scripts/...'"
+        )
+        rows = columns[command[2]] = {}
+        numbers = result.rows(number + 1)
+        for line in numbers:
+            row = result.match(line, r"(\S.*?)  +(\d\.\d{3} ± \d\.\d{3}|nan ± nan)", "a figure and its deviation")
+            rows[row[1]] = row[2]
+        number = numbers.stop + 1
+    names = list(dict.fromkeys(name for rows in columns.values() for name in rows))
+    cells = [[name, *(rows.get(name, "-") for rows in columns.values())] for name in names]
+    words = f"`{result.command}`, likewise for the others ([as printed]({to_results}/classifier_left_out.txt))."
+    return table(["", *(f"by {split}" for split in columns)], cells) + "\n" + paragraph(words)
+
+
+# Limits.
+
+
+def big_fleet(to_results: str) -> str:
+    """Return what a hundred replicas cost beside three."""
+    result = TextResult.read("big_fleet.txt")
+    columns = result.match(2, r"replicas +(\d+) +(\d+) +ratio", "the numbers of replicas")
+    rows = {}
+    for number in result.rows(3):
+        row = result.match(number, r"([a-z/].*?)  +([\d.]+) +([\d.]+) +(x[\d.]+|-)", "a row of the table")
+        rows[row[1]] = row
+    served, memory, idle = (rows[name] for name in ("/generate a second", "resident set, MB", "idle: share of a core"))
+    return (
+        f"With {columns[2]} replicas instead of {columns[1]}, one router serves {float(served[3]):,.0f} instead of "
+        f"{float(served[2]):,.0f} requests a second, needs {float(memory[3]):.0f} instead of {float(memory[2]):.0f} MB, and "
+        f"while idle takes {float(idle[3]):.2f} of a core instead of {float(idle[2]):.2f} "
+        f"(`{result.command}`, [big fleet]({to_results}/big_fleet.txt))."
+    )
+
+
+def engine_checks(to_results: str) -> str:
+    """Return how many broken engines the check refused, and which it let pass."""
+    result = TextResult.read("engine_check.txt")
+    head = next(number for number, line in enumerate(result.lines) if line.startswith("tier "))
+    counts = {("sound", "passes"): 0, ("sound", "refused"): 0, ("broken", "passes"): 0, ("broken", "refused"): 0}
+    passed: dict[str, list[str]] = {}
+    for number in result.rows(head + 1):
+        row = result.match(
+            number,
+            r"(fast|balanced|precise) +(sound|broken) +(\S.*?) +(?:-?[\d.]+ +){5}(passes|refused) +\w+",
+            "a row of the table",
+        )
+        counts[row[2], row[4]] += 1
+        if (row[2], row[4]) == ("broken", "passes"):
+            passed.setdefault(row[3], []).append(NAMES[PRECISIONS[TierName(row[1])]])
+    sound = counts["sound", "passes"] + counts["sound", "refused"]
+    broken = counts["broken", "passes"] + counts["broken", "refused"]
+    missed = "; ".join(f"{what} in {' or '.join(tiers)}" for what, tiers in passed.items()) or "none"
+    return (
+        f"It refused {counts['sound', 'refused']} of {sound} sound engines and {counts['broken', 'refused']} of {broken} "
+        f"broken ones ([figures]({to_results}/engine_check.txt)); what it let pass was {missed}."
+    )
+
+
+def choice_worth(to_results: str) -> str:
+    """Return what the choice of a tier is worth at the first load of the simulated fleets."""
+    result = TextResult.read("choices.txt")
+    first = next(number for number, line in enumerate(result.lines) if "of saturation" in line)
+    title = result.match(
+        first, r"(?P<gpu>\S+), one for each tier, (?P<load>[\d.]+) of saturation \(.*\)", "a fleet's title"
+    )
+    p95_ms = {}
+    saved = None
+    for number in result.rows(first + 2):
+        saved = re.fullmatch(
+            r"# QARR loses (-?[\d.]+) \((-?[\d.]+) to (-?[\d.]+)\) answers of 100 fewer .*, "
+            r"with ([\d.]+) times its engine time",
+            result.lines[number],
+        )
+        if saved is None:
+            row = result.match(
+                number,
+                r"(\S.*?)  +([\d.]+) \(.*?\) +[\d.]+ +[\d.]+ +([\d.]+) .*",
+                "a row of the table, or what is saved",
+            )
+            p95_ms[row[1]] = float(row[3])
+    if saved is None:
+        raise FigureError(f"{result.path}: no line says what is saved at the first load; run its benchmark again")
+    before, now = p95_ms["QARR before: least engine time"], p95_ms["QARR"]
+    return (
+        f"On simulated {title['gpu']}s at {float(title['load']):.0%} of the load that fills all three it loses {saved[1]} "
+        f"({saved[2]} to {saved[3]}) answers of 100 fewer than a random mix with the same shares of tiers, with about the "
+        f"same engine time (x{saved[4]}). The time to the first token is {now:,.0f} ms at p95; it would be {before:,.0f} ms "
+        f"if the least engine time decided (`{result.command}`, [all loads]({to_results}/choices.txt)). Near the load that "
+        "fills all three, requests wait for the tiers whose loss is allowed."
+    )
+
+
+FIGURES: dict[str, Callable[[str], str]] = {
+    "big-fleet": big_fleet,
+    "choice-worth": choice_worth,
+    "classifier-cost": classifier_cost,
+    "classifier-left-out": classifier_left_out,
+    "classifier-quality": classifier_quality,
+    "engine-checks": engine_checks,
+    "gateways": gateways,
+    "pays": pays,
+    "plan-accuracy": plan_accuracy,
+    "plans": plans,
+    "prediction-errors": prediction_errors,
+    "predictions": predictions,
+    "router-cost": router_cost,
+    "router-load": router_load,
+}
+
+
+def render(text: str, to_results: str) -> str:
+    """Return a document's text with its figures as the result files have them.
+
+    Args:
+        text: Of the document.
+        to_results: The way from its folder to benchmarks/results, for links.
+
+    Raises:
+        FigureError: There is no figure of a name, a marker has no end, or a result file does not fit.
+    """
+
+    def write(found: re.Match[str]) -> str:
+        lead, name = found["lead"], found["name"]
+        if name not in FIGURES:
+            raise FigureError(f"there is no figure {name!r}; there are: {', '.join(FIGURES)}")
+        figure = FIGURES[name](to_results)
+        opening = f"{lead}<!-- figures: {name} -->\n"
+        if not lead:
+            block = figure if figure.endswith("\n") else paragraph(figure)
+            return f"{opening}\n{block}\n{END}"
+        indent = "  " if lead.startswith(("- ", "  ")) else ""  # of an item's further lines
+        return opening + fill(figure + END.replace(" ", UNBROKEN), indent)
+
+    starts, blocks = len(re.findall(r"<!-- figures: [a-z-]+ -->", text)), len(BLOCK.findall(text))
+    if starts != blocks or starts != text.count(END):
+        raise FigureError(
+            f"{starts} markers '<!-- figures: NAME -->' and {text.count(END)} '{END}' make {blocks} figures"
+        )
+    return BLOCK.sub(write, text)
+
+
+def document(name: str) -> str:
+    """Return a document as it should be."""
+    path = ROOT / name
+    to_results = "../benchmarks/results" if path.parent.name == "docs" else "benchmarks/results"
+    try:
+        return render(path.read_text("utf-8"), to_results)
+    except FigureError as error:
+        raise FigureError(f"{name}: {error}") from error
+
+
+def main() -> None:
+    """Write all documents."""
+    try:
+        texts = {name: document(name) for name in DOCUMENTS}
+    except FigureError as error:
+        sys.exit(f"error: {error}")
+    for name, text in texts.items():
+        (ROOT / name).write_text(text, "utf-8")
+        print(f"{name}: {len(BLOCK.findall(text))} figures")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""Read the GPUs that a person names: ``2xH100``, one that is not known with the figures of its data sheet, or a file.
+
+``2xNAME:96GB,1792GB/s,500TF`` gives memory, memory bandwidth and dense BF16 throughput. A TOML file has the same fields, a
+table for each kind of GPU. Of a kind that is known, the fields that are given replace the known ones.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiers.errors import PlanError
+from tiers.sizing.hardware import GpuKind, known_gpus, plain_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+GIB_IN_GB = (1 << 30) / 1e9
+MOST_GIVEN = 100_000  # GPUs of a kind
+_COUNTED = re.compile(r"\s*(?:(\d+)\s*[x*]\s*|(\d{1,3})\s+(?=[a-z]))?(\S.*?)\s*", re.IGNORECASE)
+_COUNT_LAST = re.compile(r"(.*\S)\s*[x*]\s*(\d+)", re.IGNORECASE)
+_BEGINS_A_KIND = re.compile(r"\s*\d+\s*[x*]|\s*[a-z][^=:]*(:|$)", re.IGNORECASE)
+_NAME = re.compile(r"\w[\w .+/()-]{0,63}")
+_VALUE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(\S*)")
+_FORM = "NAME:96GB,1792GB/s,500TF"
+_WHERE_TO_LOOK = (
+    "The maker's data sheet has the figures, of one GPU:\n"
+    '  96GB      "GPU memory"\n'
+    '  1792GB/s  "Memory bandwidth"\n'
+    '  500TF     "BF16 Tensor Core" or "Peak bfloat16", with FP32 accumulate; half of a figure "with sparsity"\n'
+    '  fp8=...   "FP8 Tensor Core", likewise, where there is such a line; left out: FP8 is computed in BF16\n'
+    "  price=... what one costs an hour, if you know"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """A figure that may be given for a GPU.
+
+    Attributes:
+        attribute: Of ``GpuKind``.
+        units: What one of each unit is in the attribute's; the first is meant where none is written.
+        least: The smallest value that is allowed, in the attribute's unit.
+        most: The largest.
+        example: As a person writes it.
+    """
+
+    attribute: str
+    units: Mapping[str, float]
+    least: float
+    most: float
+    example: str
+
+
+_MEMORY = {"gb": 1.0, "gib": GIB_IN_GB, "tb": 1000.0}
+_BANDWIDTH = {"gb/s": 1.0, "gbps": 1.0, "tb/s": 1000.0, "tbps": 1000.0}
+_FLOPS = {"tf": 1.0, "tflops": 1.0, "tflop/s": 1.0, "tflops/s": 1.0, "pf": 1000.0, "pflops": 1000.0, "pflop/s": 1000.0}
+_TOPS = {"tops": 1.0, "top/s": 1.0, "t": 1.0, "tf": 1.0, "pops": 1000.0}
+_HOUR = {"/h": 1.0, "/hour": 1.0}
+FIELDS: dict[str, _Field] = {
+    "memory": _Field("memory_gb", _MEMORY, least=1, most=10_000, example="96GB"),
+    "bandwidth": _Field("bandwidth_gb_s", _BANDWIDTH, least=10, most=100_000, example="1792GB/s"),
+    "bf16": _Field("bf16_tflops", _FLOPS, least=1, most=100_000, example="500TF"),
+    "fp8": _Field("fp8_tflops", _FLOPS, least=1, most=100_000, example="1000TF"),
+    "int8": _Field("int8_tops", _TOPS, least=1, most=100_000, example="1000TOPS"),
+    "int4": _Field("int4_tops", _TOPS, least=1, most=200_000, example="2000TOPS"),
+    "price": _Field("price_per_hour", _HOUR, least=0, most=10_000, example="1.9"),
+}
+REQUIRED = ("memory", "bandwidth", "bf16")
+_FIELDS_ALLOWED = "allowed are 96GB, 1792GB/s, 500TF, fp8=1000TF, int8=1000TOPS, int4=2000TOPS and price=1.9"
+
+
+def parse_gpus(text: str) -> tuple[GpuKind, int | None]:
+    """Read a kind of GPU, and how many there are, as in ``2xH100``; without a number, as many as are needed.
+
+    Raises:
+        PlanError: The kind is not known and its figures are not given, a figure is wrong, or the number is 0.
+    """
+    counted, _, figures = text.partition(":")
+    count, name = _count_and_name(counted)
+    given = dict[str, float]()
+    for written in figures.split(",") if ":" in text else ():
+        field, value = _field_of(written, f"--gpus {text}")
+        if field in given:
+            raise PlanError(f"--gpus {text}: {field} is given twice; {_FIELDS_ALLOWED}")
+        given[field] = value
+    return _kind(name, given, f"--gpus {text}"), count
+
+
+def parse_all_gpus(text: str) -> dict[GpuKind, int | None]:
+    """Read several kinds of GPU, as in ``2xA100,4xL4``, or the name of a TOML file that has them.
+
+    Raises:
+        PlanError: One cannot be read, or is named twice.
+    """
+    if Path(text).suffix == ".toml":
+        return _once(_read_file(Path(text)), f"--gpus {text}")
+    return _once(map(parse_gpus, _split(text)), f"--gpus {text}")
+
+
+def is_as_built_in(kind: GpuKind) -> bool:
+    """Tell whether a kind of GPU is one of the known ones, with the figures that are known; prices do not count."""
+    return kind.model_copy(update={"price_per_hour": None}) in known_gpus()
+
+
+def given_figures(kind: GpuKind) -> str:
+    """Return, for people, the figures of a kind of GPU that were given, and what is assumed of those that were not."""
+    known = any(gpu.is_called(kind.name) for gpu in known_gpus())
+    text = (
+        f"{kind.name} {'with other figures than those built in' if known else 'as given'}: {kind.memory_gb:,g} GB, "
+        f"{kind.bandwidth_gb_s:,g} GB/s, {kind.bf16_tflops:,g} TFLOP/s in BF16"
+    )
+    if kind.fp8_tflops is None:
+        text += (
+            "; no throughput in FP8, so FP8 weights are computed in BF16, as on GPUs without FP8 units: if its data sheet "
+            "has a line for FP8, add fp8=..."
+        )
+    else:
+        text += f", {kind.fp8_tflops:,g} in FP8"
+    text += "; 4-bit weights are computed in BF16 by every planned engine"
+    if kind.int8_tops is not None or kind.int4_tops is not None:
+        text += ", so int8 and int4 are not in the plan"
+    return text
+
+
+def unknown_gpu(name: str) -> str:
+    """Return, for people, which GPUs are known, those with similar names first, and how one that is not is given."""
+    by_likeness = sorted(known_gpus(), key=lambda kind: -_likeness(kind, name))
+    known = ", ".join(kind.name for kind in by_likeness)
+    example = _FORM.replace("NAME", plain_for_text(name) or "NAME")
+    counted_last = _COUNT_LAST.fullmatch(name)
+    hint = f"Write {counted_last[2]}x{counted_last[1]} for {counted_last[2]} of them.\n" if counted_last else ""
+    return (
+        f"{name.strip() or 'an empty name'} is no GPU that is known here.\n{hint}"
+        f"Known are, most similar first: {known}.\n"
+        f"Any other takes its own figures in place of these, or a TOML file with them: --gpus '2x{example}'\n"
+        f"{_WHERE_TO_LOOK}"
+    )
+
+
+def plain_for_text(name: str) -> str:
+    """Return a name in the form that ``--gpus`` takes: without spaces, commas and colons."""
+    return re.sub(r"[\s,:]+", "-", name.strip()).strip("-")
+
+
+def _split(text: str) -> list[str]:
+    """Divide the kinds of GPU at commas, of which those between the figures of one GPU are left."""
+    kinds = [""]
+    for part in text.split(","):
+        if kinds[-1] and (":" not in kinds[-1] or _BEGINS_A_KIND.match(part)):
+            kinds.append(part)
+        else:
+            kinds[-1] = f"{kinds[-1]},{part}" if kinds[-1] else part
+    return kinds
+
+
+def _count_and_name(text: str) -> tuple[int | None, str]:
+    match = _COUNTED.fullmatch(text)
+    if match is None:
+        return None, text.strip()
+    count = match[1] or match[2]
+    return _checked_count(int(count), f"--gpus {text}") if count else None, match[3]
+
+
+def _checked_count(count: int, where: str) -> int:
+    if not 1 <= count <= MOST_GIVEN:
+        raise PlanError(
+            f"{where}: the number of GPUs must be from 1 to {MOST_GIVEN:,}; leave it out for as many as are needed"
+        )
+    return count
+
+
+def _field_of(written: str, where: str) -> tuple[str, float]:
+    """Read one figure, whose field is named or follows from its unit."""
+    name, equals, value = written.partition("=")
+    if equals:
+        return _named_field(name.strip().lower(), value, where)
+    match = _VALUE.fullmatch(written.strip())
+    unit = match[2].lower() if match else ""
+    for field in REQUIRED:
+        if unit in FIELDS[field].units:
+            return field, _value(field, written, where)
+    if written.strip().isdecimal():
+        raise PlanError(f"{where}: {written.strip()} has no unit; {_FIELDS_ALLOWED}. Write 2xH100 for two GPUs")
+    raise PlanError(f"{where}: {written.strip() or 'an empty figure'} cannot be read; {_FIELDS_ALLOWED}")
+
+
+def _named_field(name: str, written: str, where: str) -> tuple[str, float]:
+    if name not in FIELDS:
+        raise PlanError(f"{where}: there is no figure {name}; {_FIELDS_ALLOWED}")
+    return name, _value(name, written, where)
+
+
+def _value(name: str, written: str, where: str) -> float:
+    field = FIELDS[name]
+    match = _VALUE.fullmatch(written.strip())
+    factor = None
+    if match is not None:
+        factor = field.units.get(match[2].lower(), None if match[2] else 1.0)
+    if match is None or factor is None:
+        raise PlanError(f"{where}: {name} is {written.strip() or 'empty'}; a value like {field.example} is allowed")
+    value = float(match[1]) * factor
+    if not field.least <= value <= field.most:
+        unit = next(iter(field.units)).upper()
+        raise PlanError(
+            f"{where}: {name} is {written.strip()}; {field.least:,g} to {field.most:,g} {unit} is allowed: is the unit "
+            "right?"
+        )
+    return value
+
+
+def _kind(name: str, given: Mapping[str, float], where: str) -> GpuKind:
+    """Return a known kind with the figures that are given, or one that is made of figures alone."""
+    figures: dict[str, Any] = {FIELDS[field].attribute: value for field, value in given.items()}
+    known = next((gpu for gpu in known_gpus() if gpu.is_called(name)), None)
+    if known is not None:
+        kind = known.model_copy(update=figures)
+    elif not given or not plain_name(name):
+        raise PlanError(f"{where}: {unknown_gpu(name)}")
+    elif not _NAME.fullmatch(name):
+        raise PlanError(f"{where}: a GPU's name of up to 64 letters, digits, spaces and .+/()- is allowed")
+    else:
+        missing = [field for field in REQUIRED if field not in given]
+        if missing:
+            examples = ", ".join(f"{field} as {FIELDS[field].example}" for field in missing)
+            raise PlanError(f"{where}: {name} is not known here, and lacks {examples}.\n{_WHERE_TO_LOOK}")
+        kind = GpuKind(name=name, **figures)
+    if kind.fp8_tflops is not None and kind.fp8_tflops < kind.bf16_tflops:
+        raise PlanError(
+            f"{where}: fp8 is {kind.fp8_tflops:g}TF, less than bf16's {kind.bf16_tflops:g}TF; as much or more is allowed. "
+            "Leave it out for a GPU without FP8 units"
+        )
+    return kind
+
+
+def _read_file(path: Path) -> list[tuple[GpuKind, int | None]]:
+    """Read a TOML file with a table for each kind of GPU."""
+    try:
+        tables = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise PlanError(f"--gpus {path}: the file cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(f"--gpus {path}: not TOML: {error}") from error
+    if not tables:
+        raise PlanError(f"--gpus {path}: it names no GPU; {_file_form()}")
+    return [_kind_of_table(name, table, path) for name, table in tables.items()]
+
+
+def _kind_of_table(name: str, table: object, path: Path) -> tuple[GpuKind, int | None]:
+    if not isinstance(table, dict):
+        raise PlanError(f"{path}: {name}: a table for each kind of GPU is needed; {_file_form()}")
+    count: int | None = None
+    given = dict[str, float]()
+    for key, value in table.items():
+        where = f"{path}: [{name}]"
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if key == "count":
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise PlanError(f"{where}: count is {value!r}; a whole number is allowed")
+            count = _checked_count(value, where)
+        elif key not in FIELDS:
+            raise PlanError(f"{where}: there is no field {key}; allowed are count, {', '.join(FIELDS)}")
+        elif not is_number and not isinstance(value, str):
+            raise PlanError(f'{where}: {key} is {value!r}; "{FIELDS[key].example}" is allowed')
+        else:
+            given[key] = _value(key, str(value), where)
+    return _kind(name, given, f"{path}: [{name}]"), count
+
+
+def _file_form() -> str:
+    return 'it has the form [NAME] count = 2, memory = "96GB", bandwidth = "1792GB/s", bf16 = "500TF", each on its own line'
+
+
+def _once(kinds: Iterable[tuple[GpuKind, int | None]], where: str) -> dict[GpuKind, int | None]:
+    counts = dict[GpuKind, int | None]()
+    for kind, count in kinds:
+        if any(other.is_called(kind.name) for other in counts):
+            raise PlanError(f"{where}: {kind.name} is named twice; write how many there are in all")
+        counts[kind] = count
+    return counts
+
+
+def _likeness(kind: GpuKind, name: str) -> float:
+    names: Sequence[str] = (kind.name, *kind.also)
+    return max(SequenceMatcher(None, plain_name(name), plain_name(known)).ratio() for known in names)
