@@ -24,6 +24,7 @@ import itertools
 import json
 import math
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -123,10 +124,19 @@ def main() -> None:
         ways += [Way(ROUND_ROBIN, ours.url, STANDARD_TIERS)]
         if options.before is not None:
             command = options.before / ".venv/bin/qarr"
+            settings = merged(LIKE, {"policy": {"profiles": str(copied_profiles(folder))}})
             theirs = routers.enter_context(router(folder / "theirs", engines, settings, command))
             ways.append(Way(BEFORE, theirs.url, ["auto"]))
         ways.append(Way(AUTO, ours.url, ["auto"]))
         asyncio.run(compare(engines, ways, held_out, profile, options.loads, options.rounds))
+
+
+def copied_profiles(folder: Path) -> Path:
+    """Return a folder with the measured profiles for another release, which records its own answers of engines."""
+    copy = folder / "copied profiles"
+    recorded_answers = shutil.ignore_patterns("canary*.json")
+    shutil.copytree(folder / "measuring/profiles", copy, ignore=recorded_answers)
+    return copy
 
 
 def halves(engines: Engines, limit: int | None) -> tuple[list[Task], list[Task]]:
