@@ -66,9 +66,9 @@ def rebuild(definition: dict[str, Any]) -> ByteLevelBpe | None:
     """
     model = definition["model"]
     pattern = _split_pattern(definition.get("pre_tokenizer"))
-    form, known = _normal_form(definition.get("normalizer"))
+    normal_form, is_normalizer_known = _normal_form(definition.get("normalizer"))
     added = _added_tokens(definition.get("added_tokens") or [])
-    if model.get("type") != "BPE" or pattern is None or not known or added is None:
+    if model.get("type") != "BPE" or pattern is None or not is_normalizer_known or added is None:
         return None
     if any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")):
         return None
@@ -76,8 +76,12 @@ def rebuild(definition: dict[str, Any]) -> ByteLevelBpe | None:
     if ranks is None:
         return None
     encoding = tiktoken.Encoding("model", pat_str=pattern, mergeable_ranks=ranks, special_tokens=added)
-    missing = bytes(b for b in range(256) if bytes([b]) not in ranks)
-    return ByteLevelBpe(encoding, form, missing, frozenset(token[0] for token in added))
+    return ByteLevelBpe(
+        encoding=encoding,
+        normal_form=normal_form,
+        missing_bytes=bytes(b for b in range(256) if bytes([b]) not in ranks),
+        added_starts=frozenset(token[0] for token in added),
+    )
 
 
 def _split_pattern(stage: dict[str, Any] | None) -> str | None:
@@ -153,7 +157,7 @@ def _ranks(model: dict[str, Any], added: dict[str, int]) -> dict[bytes, int] | N
         if token in added:
             continue
         if len(token) > 1 and token not in merged and not model.get("ignore_merges"):
-            return None  # tiktoken would find a token that no merge leads to
+            return None  # No merge leads to this token, but tiktoken would find it.
         try:
             ranks[bytes(alphabet[c] for c in token)] = number
         except KeyError:

@@ -1,4 +1,4 @@
-"""What weighed most in a prompt: the log-odds of each two words alone, since a text counts as the mean of those."""
+"""Explain a classification: the log-odds of each two words alone, since those of a text are about their mean."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from itertools import pairwise
 from classifier.kinds import JUDGED
 from classifier.model import ASKS, CLASSES, COMPLEX, CONTAINS, OUTPUTS, SMALL_TALK, line_of, shipped_model
 
-LEAST = 0.05  # log-odds: what is less is not told
-WORDS = 200  # of a prompt, that are tried
+MIN_LOG_ODDS = 0.05  # Pairs of words that weigh less are left out.
+MAX_WORDS = 200  # Only the first words of a prompt are tried.
 
 
 def explain(text: str, most: int = 5) -> dict[str, list[tuple[str, float]]]:
@@ -24,16 +24,31 @@ def explain(text: str, most: int = 5) -> dict[str, list[tuple[str, float]]]:
     Raises:
         WeightsError: The weights that come with the package cannot be read.
     """
-    model, line = shipped_model(), line_of(text)
-    whole, nothing = model.read(line, 0)[0], model.read("", 0)[0]
-    words = line.split(" ")[:WORDS]
+    model = shipped_model()
+    line = line_of(text)
+    log_odds_of_text, _ = model.read(line, 0)
+    log_odds_of_nothing, _ = model.read("", 0)
+    words = line.split(" ")[:MAX_WORDS]
     pairs = [" ".join(pair) for pair in pairwise(words)] or words
-    alone = {pair: model.read(pair, 0)[0] for pair in dict.fromkeys(pairs)}
-    likeliest = SMALL_TALK if whole[SMALL_TALK] >= 0 else CLASSES + whole[CLASSES:].index(max(whole[CLASSES:]))
-    told = {}
-    for output in (ASKS, CONTAINS, likeliest, COMPLEX):
-        weights = [(pair, round(odds[output] - nothing[output], 2)) for pair, odds in alone.items()]
-        ranked = sorted(weights, key=lambda pair: -abs(pair[1]))[:most]
-        name = JUDGED[output - CLASSES].value if output >= CLASSES else OUTPUTS[output]
-        told[name] = [pair for pair in ranked if abs(pair[1]) >= LEAST]
-    return told
+    log_odds_of_pairs = {pair: model.read(pair, 0)[0] for pair in dict.fromkeys(pairs)}
+    explanation = {}
+    for output in (ASKS, CONTAINS, _likeliest_kind(log_odds_of_text), COMPLEX):
+        baseline = log_odds_of_nothing[output]
+        weights = [(pair, round(log_odds[output] - baseline, 2)) for pair, log_odds in log_odds_of_pairs.items()]
+        heaviest = sorted(weights, key=lambda weight: -abs(weight[1]))[:most]
+        explanation[_name_of(output)] = [weight for weight in heaviest if abs(weight[1]) >= MIN_LOG_ODDS]
+    return explanation
+
+
+def _likeliest_kind(log_odds: list[float]) -> int:
+    """Return the output of small talk, if the text is more likely small talk than not, else of its likeliest class."""
+    if log_odds[SMALL_TALK] >= 0:
+        return SMALL_TALK
+    of_classes = log_odds[CLASSES:]
+    return CLASSES + of_classes.index(max(of_classes))
+
+
+def _name_of(output: int) -> str:
+    if output >= CLASSES:
+        return JUDGED[output - CLASSES].value
+    return OUTPUTS[output]

@@ -13,8 +13,8 @@ from msgspec import Struct
 from classifier.kinds import JUDGED, Complexity, PromptClass
 from classifier.model import Prediction, shipped_model
 
-CHARS_PER_TOKEN = 3.0  # English prose has 4 to 5, code fewer: the estimate errs on the long side
-PIECE_CHARS = 50_000  # of a text that is counted at once
+CHARS_PER_TOKEN = 3.0  # English prose has 4 to 5, code fewer: the estimate errs on the long side.
+PIECE_CHARS = 50_000  # Longer texts are counted in pieces of this length.
 LONG_TOKENS = 1500
 _EVEN = 0.5
 # Probability from which work is more than trivial: so 85 % of trivial prose is found, and 10 % of other prose called it.
@@ -22,11 +22,12 @@ BEYOND_TRIVIAL = 0.6
 # Probability from which a prompt is small talk: so 96 % of what is called small talk is, in batches that were left out, and
 # half of it is found there. A false one costs right answers, a missed one only engine time.
 SMALL_TALK = 0.9
-SMALL_TALK_TOKENS = 40  # of a text at most: in a longer one a question may hide between courtesies
-SMALL_TALK_CONTEXT_TOKENS = 500  # of what the model reads before the text, at most: system prompt and earlier turns
+SMALL_TALK_TOKENS = 40  # In a longer text a question may hide between courtesies.
+# A longer context (system prompt and earlier turns) may make a question of "yes" or "go on".
+SMALL_TALK_CONTEXT_TOKENS = 500
 SMALL_TALK_FILE = Path(__file__).with_name("small_talk.txt")
-DOUBT = 0.18  # distance of the probability of code from even, below which a second look may change the answer
-_WIDE = re.compile("[\u2e80-\U0010ffff]")  # from here on scripts without spaces, about a token a character
+DOUBT = 0.18  # If the probability of code is nearer to even than this, a second look may change the answer.
+_WIDE = re.compile("[\u2e80-\U0010ffff]")  # Scripts without spaces have about one token for each character.
 _WORDS = re.compile(r"\w+")
 _WHITE_OR_NOT = b"".join(b" " if chr(byte).isspace() else b"x" for byte in range(256))
 
@@ -100,66 +101,85 @@ class EstimatingCounter(TokenCounter):
 def extract(
     text: str, counter: TokenCounter, context_tokens: int = 0, second: Sequence[float] = (), tokens: int | None = None
 ) -> PromptFeatures:
-    """Read a prompt. Pure; the time grows with the length of the text at most.
+    """Classify a prompt. Pure; the time grows with the length of the text at most.
 
     Args:
         text: The prompt, any string.
         counter: Counts tokens as the model does.
-        context_tokens: Of all that the model reads, where the text is only its last part.
-        second: What ``SecondLook.read`` has found; empty: there was no second look.
-        tokens: Of the text; None: they are counted here.
+        context_tokens: Number of all tokens that the model reads, where the text is only the last part of them.
+        second: What ``SecondLook.read`` returned; empty: there was no second look.
+        tokens: Number of the text's tokens; None: they are counted here.
 
     Raises:
         WeightsError: At the first call, if the weights that come with the package cannot be read.
     """
-    # Of a long text's own tokens nothing is decided where those of all that the model reads are known.
     if tokens is None:
-        known = bool(context_tokens) and len(text) > PIECE_CHARS
-        tokens = min(int(len(text) // CHARS_PER_TOKEN), context_tokens) if known else counter.count(text)
-    length = max(tokens, context_tokens)
-    found = shipped_model().predict(text, second)
-    has_code, signals = found.has_code >= _EVEN, (*found.marks, "second look") if second else found.marks
+        tokens = _count_tokens(text, counter, context_tokens)
+    prediction = shipped_model().predict(text, second)
+    has_code = prediction.has_code >= _EVEN
+    context_length = max(tokens, context_tokens)
+    is_long = context_length > LONG_TOKENS
     if has_code:
-        prompt_class, confidence = PromptClass.CODE, found.has_code
-    elif length > LONG_TOKENS:
-        prompt_class, confidence = PromptClass.LONG_CONTEXT, 1 - found.has_code
-        signals += (f"{length} tokens",)
-    elif is_small_talk(text, found, tokens, context_tokens):
-        prompt_class, confidence = PromptClass.SMALL_TALK, max(found.small_talk, SMALL_TALK)
+        prompt_class = PromptClass.CODE
+        confidence = prediction.has_code
+    elif is_long:
+        prompt_class = PromptClass.LONG_CONTEXT
+        confidence = 1 - prediction.has_code
+    elif is_small_talk(text, prediction, tokens, context_tokens):
+        prompt_class = PromptClass.SMALL_TALK
+        confidence = max(prediction.small_talk, SMALL_TALK)
     else:
-        likeliest = max(found.classes)
-        prompt_class, confidence = JUDGED[found.classes.index(likeliest)], likeliest * (1 - found.has_code)
-    complexity = complexity_of(found, prompt_class)
-    words = f" {text}".encode().translate(_WHITE_OR_NOT).count(b" x") if text.isascii() else len(text.split())
+        likeliest = max(prediction.classes)
+        prompt_class = JUDGED[prediction.classes.index(likeliest)]
+        confidence = likeliest * (1 - prediction.has_code)
+    signals = prediction.marks
+    if second:
+        signals += ("second look",)
+    if is_long and not has_code:
+        signals += (f"{context_length} tokens",)
     return PromptFeatures(
         chars=len(text),
-        words=words,
+        words=count_words(text),
         tokens=tokens,
         tokens_exact=counter.exact,
-        # Where only the sum of both is likely, the likelier one is named.
-        contains_code=has_code and found.contains_code >= min(_EVEN, found.asks_for_code),
-        asks_for_code=has_code and found.asks_for_code >= min(_EVEN, found.contains_code),
-        language=found.language if has_code else None,
+        # If neither is likely, but one of the two is, the likelier one is named.
+        contains_code=has_code and prediction.contains_code >= min(_EVEN, prediction.asks_for_code),
+        asks_for_code=has_code and prediction.asks_for_code >= min(_EVEN, prediction.contains_code),
+        language=prediction.language if has_code else None,
         prompt_class=prompt_class,
         confidence=confidence,
         signals=signals,
-        complexity=complexity,
-        doubtful=not second and abs(found.has_code - _EVEN) < DOUBT,
+        complexity=complexity_of(prediction, prompt_class),
+        doubtful=not second and abs(prediction.has_code - _EVEN) < DOUBT,
     )
 
 
-def is_small_talk(text: str, found: Prediction, tokens: int, context_tokens: int) -> bool:
+def _count_tokens(text: str, counter: TokenCounter, context_tokens: int) -> int:
+    """Count a text's tokens; estimate those of a long text within a context whose length is known, which decides anyway."""
+    if context_tokens and len(text) > PIECE_CHARS:
+        return min(int(len(text) // CHARS_PER_TOKEN), context_tokens)
+    return counter.count(text)
+
+
+def count_words(text: str) -> int:
+    """Return the number of parts between white space. In ASCII, counting bytes is four times as fast as splitting."""
+    if text.isascii():
+        return f" {text}".encode().translate(_WHITE_OR_NOT).count(b" x")
+    return len(text.split())
+
+
+def is_small_talk(text: str, prediction: Prediction, tokens: int, context_tokens: int) -> bool:
     """Tell whether no answer to a prompt without code can be right or wrong.
 
     Args:
         text: The prompt.
-        found: What the model finds in the text.
-        tokens: Of the text.
-        context_tokens: Of all that the language model reads; 0: the text alone.
+        prediction: What the model finds in the text.
+        tokens: Number of the text's tokens.
+        context_tokens: Number of all tokens that the language model reads; 0: it reads the text alone.
     """
     if tokens > SMALL_TALK_TOKENS or context_tokens - tokens > SMALL_TALK_CONTEXT_TOKENS:
         return False
-    return words_of(text) in known_small_talk() or found.small_talk >= SMALL_TALK
+    return words_of(text) in known_small_talk() or prediction.small_talk >= SMALL_TALK
 
 
 @cache
@@ -174,10 +194,12 @@ def words_of(text: str) -> str:
     return " ".join(_WORDS.findall(text.casefold()))
 
 
-def complexity_of(found: Prediction, prompt_class: PromptClass) -> Complexity:
+def complexity_of(prediction: Prediction, prompt_class: PromptClass) -> Complexity:
     """Return how much work is asked for. Small talk asks for none."""
     if prompt_class is PromptClass.SMALL_TALK:
         return Complexity.TRIVIAL
-    if found.complex >= _EVEN:
+    if prediction.complex >= _EVEN:
         return Complexity.COMPLEX
-    return Complexity.MODERATE if found.beyond_trivial >= BEYOND_TRIVIAL else Complexity.TRIVIAL
+    if prediction.beyond_trivial >= BEYOND_TRIVIAL:
+        return Complexity.MODERATE
+    return Complexity.TRIVIAL

@@ -25,18 +25,21 @@ from classifier.kinds import JUDGED
 WEIGHTS_FILE = Path(__file__).with_name("weights.ftz")
 ABOUT_FILE = "weights.json"
 HAS, ASKS, CONTAINS, BEYOND_TRIVIAL, COMPLEX, SMALL_TALK = range(6)
-CLASSES = SMALL_TALK + 1  # where the outputs of the classes start
+CLASSES = SMALL_TALK + 1  # The outputs from here on are the classes in ``JUDGED``.
 OUTPUTS = ("has code", "asks", "contains", "beyond trivial", "complex", "small talk", *JUDGED)
-LABEL, LANGUAGE = "__label__", "__label__language:"
+LABEL = "__label__"
+LANGUAGE = "__label__language:"
 LABELS = {f"{LABEL}{output.replace(' ', '-')}": number for number, output in enumerate(OUTPUTS)}
-HEAD_CHARS, TAIL_CHARS = 950, 350  # of a text that is longer, what is read
-LEAST = 1e-3  # probabilities below it are not told apart: naming them takes time
-SMALLEST = 1e-4  # probability
-MOST = 30.0  # log-odds
+# Of a longer text only the beginning and the end are read.
+HEAD_CHARS = 950
+TAIL_CHARS = 350
+LEAST = 1e-3  # fastText does not name outputs that are less probable, which saves time.
+SMALLEST = 1e-4  # Probabilities are kept this far from 0 and 1, so that their log-odds are finite.
+MOST = 30.0  # Log-odds are cut here, so that ``exp`` does not overflow.
 _PARTS = re.compile(r"[^\W\d_]+|\d|\n|[^\w\s]+|_+")
-_ASCII_PARTS = re.compile(r"[a-z]+|[0-9]|\n|[^a-z0-9_\s\x1c-\x1f]+|_+", re.ASCII)  # the same, faster
+_ASCII_PARTS = re.compile(r"[a-z]+|[0-9]|\n|[^a-z0-9_\s\x1c-\x1f]+|_+", re.ASCII)  # ``_PARTS`` for ASCII, faster
 _EVEN = 0.5
-# What is certain: each but the last starts a line, and none is found in prose.
+# Certain marks of code: all but the last start a line, and none occurs in prose.
 MARKS = {
     "fenced block": "\n```",
     "traceback": "\nTraceback (most recent call last)",
@@ -48,73 +51,117 @@ MARKS = {
 
 
 class Prediction(NamedTuple):
-    """What the model finds in a text. All but the last two are probabilities, 0..1."""
+    """What the model finds in a text. All but the last two are probabilities, 0..1.
 
-    has_code: float  # the text holds or asks for code
+    Attributes:
+        has_code: The text holds or asks for code.
+        asks_for_code: A good answer is mainly code.
+        contains_code: The text holds code.
+        beyond_trivial: The work is more than trivial.
+        complex: The work is complex.
+        small_talk: No answer can be right or wrong, as with greetings and thanks.
+        classes: One probability for each class in ``JUDGED``, given that there is no code; they add up to 1.
+        language: The likeliest programming language; None: there is no code, or its language is left open.
+        marks: Names of the certain marks of code in the text.
+    """
+
+    has_code: float
     asks_for_code: float
     contains_code: float
-    beyond_trivial: float  # the work is more than trivial
+    beyond_trivial: float
     complex: float
-    small_talk: float  # no answer to it can be right or wrong: greetings, thanks and the like
-    classes: tuple[float, ...]  # of each class in ``JUDGED`` where it has no code; their sum is 1
-    language: str | None  # id of the likeliest programming language, if there is code; None where it is left open
-    marks: tuple[str, ...]  # certain marks of code that were found
+    small_talk: float
+    classes: tuple[float, ...]
+    language: str | None
+    marks: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The weights, and how probabilities become calibrated ones."""
+    """The weights, and how their log-odds are calibrated: log-odds times slope plus shift (Platt, 1999).
 
-    fast: Any  # fastText's own
-    slope: tuple[float, ...]  # of each output's log-odds
+    Attributes:
+        fast: fastText's model.
+        slope: One for each output.
+        shift: One for each output.
+        least: Calibrated log-odds of each output where fastText does not name it.
+        about: Data and settings of the training.
+    """
+
+    fast: Any
+    slope: tuple[float, ...]
     shift: tuple[float, ...]
-    least: tuple[float, ...]  # log-odds of an output that fastText does not name
-    about: Mapping[str, Any]  # data, code and settings of the training
+    least: tuple[float, ...]
+    about: Mapping[str, Any]
 
     def predict(self, text: str, second: Sequence[float] = ()) -> Prediction:
-        """Return what is found.
+        """Classify a text.
 
         Args:
-            text: Any string; the work is bounded.
+            text: Any string; only its beginning and end are read if it is long.
             second: What a second look adds to the log-odds of each of ``OUTPUTS``; empty: there was none.
         """
-        odds, language = self.read(line_of(text))
+        log_odds, language = self.read(line_of(text))
         if second:
-            odds = [first + added for first, added in zip(odds, second, strict=True)]
-        has, asks, contains, more, most, talk = [1 / (1 + exp(-max(-MOST, min(each, MOST)))) for each in odds[:CLASSES]]
-        highest = max(odds[CLASSES:])
-        powers = [exp(each - highest) for each in odds[CLASSES:]]
-        total = sum(powers)
-        classes = tuple([power / total for power in powers])
-        line = f"\n{text[:HEAD_CHARS]}"
-        marks: tuple[str, ...] = ()
-        for name, mark in MARKS.items():
-            if mark in line:
-                marks += (name,)
-        return Prediction(has, asks, contains, more, most, talk, classes, language if has >= _EVEN else None, marks)
+            log_odds = [first + added for first, added in zip(log_odds, second, strict=True)]
+        probabilities = [1 / (1 + exp(-max(-MOST, min(value, MOST)))) for value in log_odds[:CLASSES]]
+        has_code = probabilities[HAS]
+        if has_code < _EVEN:
+            language = None
+        return Prediction(
+            has_code=has_code,
+            asks_for_code=probabilities[ASKS],
+            contains_code=probabilities[CONTAINS],
+            beyond_trivial=probabilities[BEYOND_TRIVIAL],
+            complex=probabilities[COMPLEX],
+            small_talk=probabilities[SMALL_TALK],
+            classes=softmax(log_odds[CLASSES:]),
+            language=language,
+            marks=marks_in(text),
+        )
 
     def read(self, line: str, least: float = LEAST) -> tuple[list[float], str | None]:
         """Return the log-odds of each output for a line, and the likeliest programming language."""
-        odds, language = list(self.least), None
+        log_odds = list(self.least)
+        language = None
         for probability, label in self.fast.f.predict(line + "\n", -1, least, "strict"):
             number = LABELS.get(label)
             if number is not None:
-                own = log(max(probability, SMALLEST) / max(1 - probability, SMALLEST))
-                odds[number] = self.slope[number] * own + self.shift[number]
-            elif language is None:  # the likeliest come first
+                uncalibrated = log(max(probability, SMALLEST) / max(1 - probability, SMALLEST))
+                log_odds[number] = self.slope[number] * uncalibrated + self.shift[number]
+            elif language is None:  # fastText names the likeliest first.
                 language = label.removeprefix(LANGUAGE)
-        return odds, language
+        return log_odds, language
+
+
+def softmax(log_odds: Sequence[float]) -> tuple[float, ...]:
+    """Return probabilities that add up to 1."""
+    highest = max(log_odds)
+    powers = [exp(value - highest) for value in log_odds]
+    total = sum(powers)
+    return tuple([power / total for power in powers])
+
+
+def marks_in(text: str) -> tuple[str, ...]:
+    """Return the names of certain marks of code at the beginning of a text."""
+    head = f"\n{text[:HEAD_CHARS]}"  # Marks that start a line are found at the very beginning too.
+    marks: tuple[str, ...] = ()
+    for name, mark in MARKS.items():
+        if mark in head:
+            marks += (name,)
+    return marks
 
 
 def line_of(text: str) -> str:
-    """Return what is read of a text: words in lower case, runs of marks, digits and line breaks, with spaces between."""
+    """Return a text's parts, separated by spaces: words in lower case, runs of marks, digits and line breaks."""
     if len(text) > HEAD_CHARS + TAIL_CHARS:
         text = f"{text[:HEAD_CHARS]}\n{text[-TAIL_CHARS:]}"
     if text.isascii():
-        found = _ASCII_PARTS.findall(text.lower())
+        parts = _ASCII_PARTS.findall(text.lower())
     else:
-        found = _PARTS.findall(text.encode("utf-8", "replace").decode().lower())
-    return " ".join(found).replace("\n", "⏎") or "∅"
+        without_surrogates = text.encode("utf-8", "replace").decode()
+        parts = _PARTS.findall(without_surrogates.lower())
+    return " ".join(parts).replace("\n", "⏎") or "∅"
 
 
 @cache

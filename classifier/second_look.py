@@ -19,13 +19,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 FOLDER = Path(__file__).parent
-MODEL, TOKENIZER = "second_look.onnx", "second_look_tokenizer.json"
-TOKENS = 128  # read at most
-# Its own outputs, in order. It was trained before small talk was told apart, and it is asked only where code is in doubt: to
-# the log-odds of small talk it adds 0.
+MODEL = "second_look.onnx"
+TOKENIZER = "second_look_tokenizer.json"
+MAX_TOKENS = 128
+# The model's outputs, in order. It was trained before small talk was told apart, and is asked only where code is in doubt:
+# it adds 0 to the log-odds of small talk.
 KNOWN_OUTPUTS = tuple(output for output in OUTPUTS if output != OUTPUTS[SMALL_TALK])
-WEIGHT = 0.5  # of its log-odds beside those of the first look: best on prompts left out of both trainings
-HEAD_CHARS, TAIL_CHARS = 330, 170  # of a text that is longer
+# Its log-odds are added with this weight to those of the first look: the best on prompts left out of both trainings.
+WEIGHT = 0.5
+# Of a longer text only the beginning and the end are read.
+HEAD_CHARS = 330
+TAIL_CHARS = 170
 
 
 class SecondLook:
@@ -37,17 +41,18 @@ class SecondLook:
         self._session, self._tokenizer = session, tokenizer
 
     def read(self, text: str) -> Sequence[float]:
-        """Return what it adds to the log-odds of each of ``OUTPUTS``, 0 where it knows nothing. ``text``: any string."""
+        """Return what a second look at any string adds to the log-odds of each of ``OUTPUTS``, 0 where it knows nothing."""
         import numpy as np  # noqa: PLC0415  onnxruntime brings it
 
-        ids = np.array([self._tokenizer.encode(excerpt(text)).ids], np.int64)
-        odds = self._session.run(None, {"input_ids": ids, "attention_mask": np.ones_like(ids)})[0][0]
-        known = dict(zip(KNOWN_OUTPUTS, (WEIGHT * odds).tolist(), strict=True))
-        return [known.get(output, 0.0) for output in OUTPUTS]
+        token_ids = np.array([self._tokenizer.encode(excerpt(text)).ids], np.int64)
+        inputs = {"input_ids": token_ids, "attention_mask": np.ones_like(token_ids)}
+        log_odds = self._session.run(None, inputs)[0][0]
+        added = dict(zip(KNOWN_OUTPUTS, (WEIGHT * log_odds).tolist(), strict=True))
+        return [added.get(output, 0.0) for output in OUTPUTS]
 
 
 def excerpt(text: str) -> str:
-    """Return what is read of a text: all of a short one, head and tail of a long one."""
+    """Return the part of a text that is read: all of a short one, the beginning and the end of a long one."""
     if len(text) > HEAD_CHARS + TAIL_CHARS:
         text = f"{text[:HEAD_CHARS]} ... {text[-TAIL_CHARS:]}"
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -65,14 +70,15 @@ def load_second_look(folder: Path = FOLDER) -> SecondLook | None:
     except ImportError:
         return None
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.intra_op_num_threads = 1
+    options.inter_op_num_threads = 1
     try:
         session = onnxruntime.InferenceSession(folder / MODEL, options, providers=["CPUExecutionProvider"])
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
-    except Exception as error:  # both raise bare ones
+    except Exception as error:  # Both libraries raise bare exceptions.
         raise WeightsError(f"cannot read the classifier's second look in {folder}: {error}") from error
     if session.get_outputs()[0].shape[-1] != len(KNOWN_OUTPUTS):
         raise WeightsError(f"{folder / MODEL} has other outputs than this code: run scripts/train_second_look.py")
-    tokenizer.enable_truncation(TOKENS)
+    tokenizer.enable_truncation(MAX_TOKENS)
     tokenizer.no_padding()
     return SecondLook(session, tokenizer)

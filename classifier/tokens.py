@@ -7,6 +7,7 @@ A byte-level BPE tokenizer is rebuilt for ``tiktoken`` from the model's own ``to
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
 from tokenizers import Tokenizer
@@ -18,7 +19,7 @@ from classifier.features import CHARS_PER_TOKEN, PIECE_CHARS, TokenCounter
 if TYPE_CHECKING:
     from pathlib import Path
 
-MAX_CHARS = 400_000  # of a text that is counted
+MAX_CHARS = 400_000  # The tokens of a longer text, which fits no context, are estimated.
 _PROBES = (
     "The capital of France is Paris.\n\n  It's 1984, or 3.50 x_1 == 12345?",
     "def f(x):\n\treturn x ** 2  # \u00e9tude \u4f60\u597d\u4e16\u754c \U0001f600\U0001f680",
@@ -45,7 +46,7 @@ class ModelTokenCounter(TokenCounter):
         """
         try:
             self._reference: Tokenizer = Tokenizer.from_str(definition)
-        except Exception as error:  # the library raises bare Exception
+        except Exception as error:  # The library raises bare exceptions.
             raise TokenizerError(f"not a tokenizer definition: {error}") from error
         self._reference.no_truncation()
         self._reference.no_padding()
@@ -74,11 +75,13 @@ class ModelTokenCounter(TokenCounter):
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without any that a chat template adds. Special tokens in the text are matched."""
-        try:
-            ids = self._fast.encode(text) if self._fast else None
-        except UnicodeEncodeError:
-            ids = None
-        return self._encode_slowly(text) if ids is None else ids
+        ids: list[int] | None = None
+        if self._fast:
+            with suppress(UnicodeEncodeError):
+                ids = self._fast.encode(text)
+        if ids is None:
+            ids = self._encode_slowly(text)
+        return ids
 
     def count(self, text: str) -> int:
         """Return the number of tokens of a text, without any that a chat template adds.
@@ -93,6 +96,6 @@ class ModelTokenCounter(TokenCounter):
         return sum(len(self.encode(text[at : at + PIECE_CHARS])) for at in range(0, len(text), PIECE_CHARS))
 
     def _encode_slowly(self, text: str) -> list[int]:
-        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        ids: list[int] = self._reference.encode(whole, add_special_tokens=False).ids
+        without_surrogates = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        ids: list[int] = self._reference.encode(without_surrogates, add_special_tokens=False).ids
         return ids

@@ -706,7 +706,9 @@ def choice_worth(to_results: str) -> str:
     result = TextResult.read("choices.txt")
     titles = [number for number, line in enumerate(result.lines) if "of saturation" in line]
     first, second = (
-        result.match(number, r"(?P<gpu>\S+), one for each tier, (?P<load>[\d.]+) of saturation \(.*\)", "a fleet's title")
+        result.match(
+            number, r"(?P<gpu>\S+), one for each tier, (?P<load>[\d.]+) of saturation \(.*\)", "a fleet's title"
+        )
         for number in titles[:2]
     )
     ways, saving = ways_of_choosing(result, titles[0])

@@ -232,9 +232,11 @@ def fit(prompts: Sequence[Prompt], labels: Sequence[Sequence[str]], output: Path
         line = " ".join([*(mine or ["__label__none"]), line_of(prompt["text"])])
         lines += [line] * times_of(prompt)
     random.Random(0).shuffle(lines)
+    if output is not None:
+        lines.append(unlabelled_line(lines))
     with TemporaryDirectory() as folder:
         file = Path(folder) / "prompts.txt"
-        file.write_text("\n".join([*lines, unlabelled_line(lines)]) + "\n", "utf-8")
+        file.write_text("\n".join(lines) + "\n", "utf-8")
         model = fasttext.train_supervised(str(file), thread=1, seed=0, verbose=0, **FAST)
     if output is not None:
         compress(model, [line_of(prompt["text"]) for prompt in prompts[:: len(prompts) // COMPARED + 1]])

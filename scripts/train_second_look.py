@@ -28,7 +28,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from classifier.kinds import JUDGED, Complexity, PromptClass
 from classifier.model import ASKS, BEYOND_TRIVIAL, COMPLEX, CONTAINS, HAS
-from classifier.second_look import FOLDER, KNOWN_OUTPUTS, MODEL, TOKENIZER, TOKENS, excerpt
+from classifier.second_look import FOLDER, KNOWN_OUTPUTS, MAX_TOKENS, MODEL, TOKENIZER, excerpt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,7 +107,7 @@ def batches(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
 def encode(tokenizer: Any, prompts: Sequence[Prompt]) -> tuple[Any, Any]:
     """Return token ids and mask as the second look makes them."""
     texts = [excerpt(prompt["text"]) for prompt in prompts]
-    found = tokenizer(texts, padding=True, truncation=True, max_length=TOKENS, return_tensors="pt")
+    found = tokenizer(texts, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
     return found["input_ids"], found["attention_mask"]
 
 
