@@ -106,7 +106,7 @@ def _demand(query: Query, fleet: FleetSnapshot) -> Request:
 
 
 class _Offer(Struct, frozen=True):
-    """What a tier has for a request: the replica that would serve it, and why the tier may not serve it at any load."""
+    """What a tier has for a request: the replica that would serve it, and an obstacle that does not depend on the load."""
 
     tier: TierSnapshot
     candidate: Candidate
@@ -207,29 +207,32 @@ def _estimate(
     is_below_hint: bool,
 ) -> Estimate:
     """Predict what one tier would do with a request: whether it can, how fast, and how good its answer would be."""
-    tier = offer.tier
-    spec = tier.spec
+    spec = offer.tier.spec
     best = offer.candidate
     batch = min(spec.max_num_seqs, market.sequences)
-    obstacle = offer.obstacle
-    if obstacle is None and not best.free:
-        obstacle = Refusal.NOT_READY if best.replica is None else Refusal.AT_CAPACITY
+    speed = None if best.replica is None else best.replica.speed
+    obstacle = _obstacle_now(offer)
+    state = READY
+    text = ""
+    if obstacle is not None:
+        state = offer.tier.status
+        text = obstacle_text(obstacle, offer.tier, query)
     is_slow, excess = _lateness(query.sla, best.times, market.z)
     quality = _quality(spec.name, query, table, market=market, is_below_hint=is_below_hint)
     return Estimate(
         tier=spec.name,
         precision=spec.precision,
-        state=READY if obstacle is None else tier.status,
-        speed=best.replica.speed if best.replica is not None else None,
+        state=state,
+        speed=speed,
         batch=batch,
         times=best.times,
         loss=quality.loss,
         worst=quality.worst,
         allowed=quality.allowed,
-        cost=_cost(best, demand, batch, table.prices.get(spec.name, 1.0)),
+        cost=_cost(best, demand, batch=batch, price=table.prices.get(spec.name, 1.0)),
         excess=excess,
         obstacle=obstacle,
-        obstacle_text="" if obstacle is None else obstacle_text(obstacle, tier, query),
+        obstacle_text=text,
         slow=is_slow,
         lossy=quality.is_lossy,
         unfit=quality.unfitness is not None,
@@ -275,6 +278,13 @@ def _lasting_obstacle(
             return Refusal.NOT_READY
         return obstacle
     return None
+
+
+def _obstacle_now(offer: _Offer) -> Obstacle | None:
+    """Return why a tier does not serve a request now: for its lasting obstacle, or because none of its replicas takes it."""
+    if offer.obstacle is not None or offer.candidate.free:
+        return offer.obstacle
+    return Refusal.NOT_READY if offer.candidate.replica is None else Refusal.AT_CAPACITY
 
 
 def _check_key(spec: TierSpec, query: Query) -> Obstacle | None:
@@ -361,7 +371,7 @@ def _finish_ms(times: Expectation | None, demand: Request) -> float | None:
     return times.ttft_ms + tokens_after_first * times.tpot_ms
 
 
-def _cost(best: Candidate, demand: Request, batch: int, price: float) -> float | None:
+def _cost(best: Candidate, demand: Request, *, batch: int, price: float) -> float | None:
     """Return the engine-seconds that the request takes, times the tier's price; None: its speed is not known."""
     if best.replica is None or best.replica.speed is None:
         return None
@@ -531,15 +541,25 @@ def _nearest(query: Query, possible: Sequence[Estimate], table: PolicyParameters
     """
     lossless = [estimate for estimate in possible if not estimate.lossy]
     prompt = [estimate for estimate in possible if not estimate.slow]
-    keeping = lossless if table.give_up == "latency" else prompt
+    gives_up_latency = table.give_up == "latency"
+    keeping = lossless if gives_up_latency else prompt
     for estimate in keeping:
         if estimate.tier is query.hint:
             return estimate
-    if lossless and (table.give_up == "latency" or not prompt):
-        fit = [estimate for estimate in lossless if not estimate.unfit]
-        return min(fit or lossless, key=lambda estimate: (estimate.excess, estimate.order()))
-    highest_first = reversed(prompt or possible)  # ``min`` takes the first of equals: the highest precision
-    return min(highest_first, key=lambda estimate: estimate.loss.mean)
+    if lossless and (gives_up_latency or not prompt):
+        return _least_late(lossless)
+    return _least_lossy(prompt or possible)
+
+
+def _least_late(lossless: Sequence[Estimate]) -> Estimate:
+    """Choose the tier that misses its bounds on times by least, a fit one if there is any; of equals, the cheapest."""
+    fit = [estimate for estimate in lossless if not estimate.unfit]
+    return min(fit or lossless, key=lambda estimate: (estimate.excess, estimate.order()))
+
+
+def _least_lossy(estimates: Sequence[Estimate]) -> Estimate:
+    """Choose the tier that loses least; of equals, the highest precision."""
+    return min(reversed(estimates), key=lambda estimate: estimate.loss.mean)
 
 
 def _given_up(chosen: Estimate) -> tuple[Degraded, ...]:

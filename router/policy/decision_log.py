@@ -18,7 +18,7 @@ from pydantic import Field, PlainSerializer, PlainValidator, TypeAdapter, Valida
 from router.line_file import LineWriter
 from router.policy.decision import Decision, PolicyParameters, Query, Refusal
 from router.policy.profiles import ProfileError, first_fault
-from tiers.snapshot import FleetLoad, FleetSnapshot, KvCache, Pause, TierSnapshot, Trends, load_of
+from tiers.snapshot import FleetLoad, FleetSnapshot, KvCache, Pause, ReplicaState, TierSnapshot, Trends, load_of
 from tiers.spec import TierName
 
 KEPT_FILES = 3
@@ -52,16 +52,22 @@ def _replica_line(tier: TierSnapshot, position: int, fleet_load: FleetLoad | Non
     now = 0.0 if fleet_load is None else fleet_load.now
     load = load_of(state, output_tokens, fleet_load)
     trends = state.trends.faded(now, state.speed)
-    line = structs.asdict(structs.replace(state, load=load, trends=trends))
+    line = _state_line(structs.replace(state, load=load, trends=trends))
+    line["output_tokens_outstanding"] = output_tokens
+    line["cached_tokens"] = None if tier.cached is None else tier.cached[position]
+    line["home"] = position == tier.home
+    return line
+
+
+def _state_line(state: ReplicaState) -> dict[str, Any]:
+    """Return a replica's state with the names that the log has for its fields; ``_read_state`` is the reverse."""
+    line = structs.asdict(state)
     del line["prompts_at"], line["prefill_at"]
     for field, logged_field in _RENAMED.items():
         line[logged_field] = line.pop(field)
     for group, (_, logged_fields) in _GROUPS.items():
         values = structs.astuple(line.pop(group))
         line |= dict(zip(logged_fields, values, strict=True))
-    line["output_tokens_outstanding"] = output_tokens
-    line["cached_tokens"] = None if tier.cached is None else tier.cached[position]
-    line["home"] = position == tier.home
     return line
 
 
@@ -78,15 +84,15 @@ def _read_tier(line: dict[str, Any]) -> dict[str, Any]:
     cached = [replica.get("cached_tokens") for replica in replicas]
     homes = [position for position, replica in enumerate(replicas) if replica.get("home")]
     return line | {
-        "replicas": [_read_replica(replica) for replica in replicas],
+        "replicas": [_read_state(replica) for replica in replicas],
         "output_tokens": [replica["output_tokens_outstanding"] for replica in replicas],
         "cached": None if None in cached else cached,
         "home": homes[0] if homes else -1,
     }
 
 
-def _read_replica(line: dict[str, Any]) -> dict[str, Any]:
-    """Return a replica's state with the names and groups of ``ReplicaState``."""
+def _read_state(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a replica's line with the names and groups of ``ReplicaState``."""
     state = dict(line)
     for field, logged_field in _RENAMED.items():
         if logged_field in line:
@@ -182,6 +188,11 @@ class DecisionLog:
             self._policy_id = digest_of(table)
             self._head = _RECORD.dump_json(PolicyRecord(self._policy_id, table))
         chosen = decision.chosen
+        predicted_ttft_ms = None
+        predicted_tpot_ms = None
+        if chosen is not None:
+            predicted_ttft_ms = chosen.predicted_ttft_ms
+            predicted_tpot_ms = chosen.predicted_tpot_ms
         record = DecisionRecord(
             at=round(time.time(), 4),
             request_id=request_id,
@@ -191,8 +202,8 @@ class DecisionLog:
             tier=decision.tier,
             refusal=decision.refusal,
             reason=decision.reason,
-            predicted_ttft_ms=None if chosen is None else chosen.predicted_ttft_ms,
-            predicted_tpot_ms=None if chosen is None else chosen.predicted_tpot_ms,
+            predicted_ttft_ms=predicted_ttft_ms,
+            predicted_tpot_ms=predicted_tpot_ms,
             priority=priority,
         )
         self._writer.put(_RECORD.dump_json(record), self._head)

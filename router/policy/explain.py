@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from router.policy.decision import Choice, Estimate, Obstacle, Query, Sort
-    from tiers.snapshot import TierSnapshot
+    from tiers.snapshot import ReplicaState, TierSnapshot
     from tiers.spec import TierName
 
 CHOSEN = "chosen"
@@ -355,21 +355,26 @@ def _full(tier: TierSnapshot, sequences: int) -> str:
     if not admitting:
         wait_s = min(replica.breaker.admits_in_s for replica in ready)
         return f"failed too often lately and gets requests again in {wait_s:.1f} s"
-    with_free_slots = []
+    with_free_slots: list[ReplicaState] = []
     has_room_for_all = False
-    all_slots = 0
+    slots = 0
     for replica in admitting:
         limit = min(replica.limit, tier.spec.max_in_flight)
-        all_slots += limit
+        slots += limit
         if replica.slots < limit:
             with_free_slots.append(replica)
         if replica.slots + min(sequences, limit) <= limit:
             has_room_for_all = True
     if not with_free_slots:
-        return f"has all of its {all_slots} slots taken"
+        return f"has all of its {slots} slots taken"
     if not has_room_for_all:
-        return f"has too few of its {all_slots} slots free for {sequences} answers at the same time"
-    if all(replica.kv.pressure for replica in with_free_slots):
-        usage = max(replica.gauges.kv_cache_usage if replica.gauges else 0.0 for replica in with_free_slots)
-        return f"has {usage:.0%} of its KV cache in use, too much for a long prompt"
-    return "has too few tokens left in its KV cache"
+        return f"has too few of its {slots} slots free for {sequences} answers at the same time"
+    return _kv_cache_full(with_free_slots)
+
+
+def _kv_cache_full(replicas: Sequence[ReplicaState]) -> str:
+    """Return why replicas that have free slots do not take a request."""
+    if not all(replica.kv.pressure for replica in replicas):
+        return "has too few tokens left in its KV cache"
+    usages = [replica.gauges.kv_cache_usage for replica in replicas if replica.gauges is not None]
+    return f"has {max(usages, default=0.0):.0%} of its KV cache in use, too much for a long prompt"

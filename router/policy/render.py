@@ -82,7 +82,8 @@ def render_features(features: PromptFeatures) -> dict[str, Any]:
 
 def render_budget(policy: PolicyStore) -> dict[str, Any]:
     tally = policy.tally
-    rule = policy.table.loss_budget
+    loss_budget = policy.table.loss_budget
+    rule = {"like": loss_budget} if isinstance(loss_budget, TierName) else loss_budget
     mean = None
     budget = None
     saved = None
@@ -92,7 +93,7 @@ def render_budget(policy: PolicyStore) -> dict[str, Any]:
     if tally.highest:
         saved = round(1 - tally.spent / tally.highest, 4)
     return {
-        "rule": {"like": rule} if isinstance(rule, TierName) else rule,
+        "rule": rule,
         "answers": tally.answers,
         "mean": mean,
         "budget": budget,
