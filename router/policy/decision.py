@@ -28,7 +28,7 @@ Bound = Literal["quality", "latency"]
 Sort = Literal["price", "throughput", "latency"]
 Objective = Literal["best", "cheapest"]
 Degraded = Literal["quality", "latency", "unmeasured"]  # the last: nobody knows whether a bound is kept
-ALL_LOST = ExpectedLoss(1.0, 1.0, 1.0)  # of a tier that nothing is known of
+ALL_LOST = ExpectedLoss(1.0, 1.0, 1.0)  # nothing is known of the tier
 # A finish this much later than another is not noticed: a tenth, as people tell durations apart to about a tenth (Weber's
 # law), and 50 ms, half of what is felt to be at once (Nielsen 1993, "Usability Engineering", chapter 5).
 NOTICEABLE_SHARE = 0.1
@@ -38,38 +38,54 @@ SURE = 0.6  # confidence in a class from which a prompt counts as of that class 
 
 @dataclass(frozen=True, slots=True)
 class PolicyParameters:
-    """The policy's parameters: settings of the same names, and what is known of losses."""
+    """The policy's parameters: settings of the same names, and what is known of losses.
 
-    # by tier, class and complexity: published, and measured
+    Attributes:
+        losses: By tier, class and complexity: published, and measured.
+        max_loss: By class; a class without one has no bound of its own.
+        loss_budget: Share of answers, 0..1, that may get worse, or the tier that no tier may lose more than.
+        adapters: By LoRA adapter, what ``losses`` is for the model itself. The empty name is for any other adapter.
+        named_budget: Share of answers, 0..1, that may get worse where engine time is scarce, on the tier named in
+            ``loss_budget``.
+        other_budget: The same share on other tiers.
+    """
+
     losses: Mapping[TierName, Mapping[PromptClass, Mapping[Complexity, ExpectedLoss]]] = field(default_factory=dict)
-    # by class; a class without one has no bound of its own
     max_loss: Mapping[PromptClass, float] = field(default_factory=dict)
     objective: Objective = "best"
-    # share of answers, 0..1, that may get worse, or the tier that may not be lost more than
     loss_budget: float | TierName = TierName.BALANCED
     negligible_loss: float = 0.005
     sla_confidence: float = 0.9
     give_up: Bound = "latency"
     max_slowdown: float = 4.0
     prices: Mapping[TierName, float] = field(default_factory=dict)
-    # by LoRA adapter, what ``losses`` is for the model itself; of any other adapter, under the empty name
     adapters: Mapping[str, Mapping[TierName, Mapping[PromptClass, Mapping[Complexity, ExpectedLoss]]]] = field(
         default_factory=dict
     )
-    # of answers, 0..1, that may get worse where engine time is scarce: on the tier named in ``loss_budget``, and on others
     named_budget: float = field(init=False)
     other_budget: float = field(init=False)
 
     def __post_init__(self) -> None:
         """Look up what the tier that the budget names loses: it may lose its most, and others what it loses on average."""
-        like = self.losses.get(self.loss_budget, {}) if isinstance(self.loss_budget, TierName) else {}
-        # Small talk has nothing to lose: it must not dilute the mean of what can be lost.
-        kinds = [kind for kind in CLASSES if kind is not PromptClass.SMALL_TALK]
-        means = [loss.mean for kind in kinds if kind in like for loss in like[kind].values()]
-        budget = (max(means, default=0.0), fmean(means) if means else 0.0)
-        named, other = budget if isinstance(self.loss_budget, TierName) else (self.loss_budget, self.loss_budget)
-        object.__setattr__(self, "named_budget", named)
-        object.__setattr__(self, "other_budget", other)
+        if isinstance(self.loss_budget, TierName):
+            means = self._mean_losses(self.loss_budget)
+            named_budget = max(means, default=0.0)
+            other_budget = fmean(means) if means else 0.0
+        else:
+            named_budget = self.loss_budget
+            other_budget = self.loss_budget
+        object.__setattr__(self, "named_budget", named_budget)
+        object.__setattr__(self, "other_budget", other_budget)
+
+    def _mean_losses(self, tier: TierName) -> list[float]:
+        """Return what a tier is expected to lose on each kind of prompt on which something can be lost."""
+        losses_by_class = self.losses.get(tier, {})
+        means: list[float] = []
+        for prompt_class in CLASSES:
+            # Small talk has nothing to lose: it must not dilute the mean of what can be lost.
+            if prompt_class is not PromptClass.SMALL_TALK and prompt_class in losses_by_class:
+                means += [loss.mean for loss in losses_by_class[prompt_class].values()]
+        return means
 
     def with_adapter(self, adapter: str | None) -> PolicyParameters:
         """Return the parameters for an adapter's requests: what was measured of the model itself does not count."""
@@ -79,14 +95,14 @@ class PolicyParameters:
 
     def loss(self, tier: TierName, features: PromptFeatures) -> ExpectedLoss:
         """Return the expected loss of a tier on a prompt; where the class is not sure, of all kinds that it may be."""
-        of_tier = self.losses.get(tier)
-        if of_tier is None:
+        losses_by_class = self.losses.get(tier)
+        if losses_by_class is None:
             return NO_LOSS if tier is TierName.PRECISE else ALL_LOST
         complexity = features.complexity or Complexity.MODERATE
-        loss = of_tier[features.prompt_class][complexity]
+        loss = losses_by_class[features.prompt_class][complexity]
         if features.confidence >= SURE or features.prompt_class is PromptClass.UNKNOWN:
             return loss
-        return mixed(loss, of_tier[PromptClass.UNKNOWN][complexity], features.confidence)
+        return mixed(loss, losses_by_class[PromptClass.UNKNOWN][complexity], share=features.confidence)
 
     def budget(self, tier: TierName) -> float:
         """Return the share of answers, 0..1, that may get worse on a tier where engine time is as scarce as can be."""
@@ -103,27 +119,43 @@ class Sla(Struct, frozen=True):
 
 
 class Query(Struct, frozen=True):
-    """One request as the policy sees it."""
+    """One request as the policy sees it.
+
+    Attributes:
+        prompt_tokens: Of the longest prompt, with system prompt and chat template.
+        max_tokens: Largest number of output tokens of each answer.
+        hint: The tier asked for; None: any.
+        require: Hint and SLA are conditions, not preferences.
+        allowed: The tiers that the caller's key may use; None: all.
+        sequences: Answers computed at the same time: prompts times choices.
+        all_prompt_tokens: Of all prompts together; 0: there is one prompt.
+        undraftable: Parameters that engines with a draft refuse, for people; empty: it has none.
+        adapter: The LoRA adapter that it names; None: it names none.
+        precisions: The precisions that may serve it, by OpenRouter's names; None: any.
+        only: The tiers that may serve it, as the request says; None: all.
+        sort: What the choice is made by, among tiers within the loss budget; None: the policy's rule.
+        truncated: What was cut off its prompt, for people; empty: nothing.
+        over_budget: The key's budget is used up, so that of its tiers only those in ``allowed`` are left.
+        prefix: Of its prompt, for prefix caches; None: not known. Nothing is decided from it, and it is not logged: what
+            replicas hold of it is in the snapshot.
+    """
 
     features: PromptFeatures
-    prompt_tokens: int  # of the longest prompt, with system prompt and chat template
-    max_tokens: int  # output tokens of each answer at most
-    hint: TierName | None = None  # the tier asked for; None: any
-    require: bool = False  # hint and SLA are conditions, not preferences
+    prompt_tokens: int
+    max_tokens: int
+    hint: TierName | None = None
+    require: bool = False
     sla: Sla = Sla()
-    allowed: frozenset[TierName] | None = None  # the tiers that the caller's key may use; None: all
-    sequences: int = 1  # answers computed at the same time: prompts times choices
-    all_prompt_tokens: int = 0  # of all prompts together; 0: there is one prompt
-    undraftable: str = ""  # parameters that engines with a draft refuse, for people; empty: it has none
-    adapter: str | None = None  # the LoRA adapter that it names; None: none
-    precisions: frozenset[str] | None = None  # that may serve it, by OpenRouter's names; None: any
-    only: frozenset[TierName] | None = None  # the tiers that may serve it, as the request says; None: all
-    # what the choice is to be made by, among tiers within the loss budget; None: by the policy's rule
+    allowed: frozenset[TierName] | None = None
+    sequences: int = 1
+    all_prompt_tokens: int = 0
+    undraftable: str = ""
+    adapter: str | None = None
+    precisions: frozenset[str] | None = None
+    only: frozenset[TierName] | None = None
     sort: Sort | None = None
-    truncated: str = ""  # what was cut of its prompt, for people; empty: nothing
-    over_budget: bool = False  # the key's budget is used up, so that only ``allowed`` is left of its tiers
-    # of its prompt, for prefix caches; None: not known. No part of what is decided from, nor of the log: what
-    # replicas hold of it is in the snapshot
+    truncated: str = ""
+    over_budget: bool = False
     prefix: Prefix | None = None
 
     def allows(self, tier: TierName) -> bool:
@@ -131,8 +163,8 @@ class Query(Struct, frozen=True):
 
     def takes(self, spec: TierSpec) -> bool:
         """Tell whether the request itself allows a tier, or a replica, by its precision and its name."""
-        known = self.precisions is None or quantizations_of(spec.precision) <= self.precisions
-        return known and (self.only is None or spec.name in self.only)
+        has_allowed_precision = self.precisions is None or quantizations_of(spec.precision) <= self.precisions
+        return has_allowed_precision and (self.only is None or spec.name in self.only)
 
     @property
     def tokens_to_read(self) -> int:
@@ -162,6 +194,8 @@ BY_CALLER = {Basis.HINT, Basis.SORT}  # the caller chose, not the policy
 
 
 class Refusal(Enum):
+    """Why a request is refused. All but ``SLA_UNMET`` are obstacles: of one tier, they keep it from serving the request."""
+
     TOO_LONG = "too_long"
     NOT_READY = "not_ready"
     AT_CAPACITY = "at_capacity"
@@ -172,10 +206,27 @@ class Refusal(Enum):
     EXCLUDED = "excluded"
 
 
-# Refusals that no load and no engine causes: the request, or its key, would have to be another.
+Obstacle = Literal[
+    Refusal.TOO_LONG,
+    Refusal.NOT_READY,
+    Refusal.AT_CAPACITY,
+    Refusal.NOT_ALLOWED,
+    Refusal.UNSUPPORTED,
+    Refusal.NO_ADAPTER,
+    Refusal.EXCLUDED,
+]
+# Refusals that neither load nor an engine's state causes: only another request, or another key, would be served.
 CALLERS_OWN = {Refusal.TOO_LONG, Refusal.NOT_ALLOWED, Refusal.UNSUPPORTED, Refusal.NO_ADAPTER, Refusal.EXCLUDED}
 TIER_ABSENT = "tier_absent"
 SLA_IMPOSSIBLE = "sla_impossible"
+
+
+class Unfitness(Enum):
+    """Why a tier serves a request only if no better one can, although it may be within the request's bounds."""
+
+    BELOW_HINT = "below_hint"
+    OVER_BOUND = "over_bound"  # it may lose more than ``Choice.bound``
+    OVER_BUDGET = "over_budget"  # it is expected to lose more than the loss budget
 
 
 class Rate(NamedTuple):
@@ -186,28 +237,49 @@ class Rate(NamedTuple):
 
 
 class Estimate(Struct, frozen=True):
-    """What the policy expects of one tier for a request at the present load. None: not known."""
+    """What the policy expects of one tier for a request at the present load. None: not known.
+
+    Attributes:
+        precision: What the tier serves; see ``TierSpec``.
+        speed: Of the replica that would serve the request, or of the first ready one.
+        batch: Sequences that this replica is expected to compute at once.
+        worst: Upper bound of the loss at the confidence asked for.
+        allowed: Share of answers, 0..1, that may get worse on the tier now.
+        cost: Engine-seconds, times the tier's price.
+        excess: Largest ratio of a predicted time to its bound; infinite where a time is not known.
+        obstacle: Why the tier cannot serve now; None: it can.
+        obstacle_text: The obstacle in words, for a person.
+        slow: The tier breaks a bound on time with the confidence asked for, or its times are not known.
+        lossy: The tier breaks the bound on loss with the confidence asked for.
+        unfit: There is an ``unfitness``.
+        cached: Prompt tokens that need no prefill on the replica that would serve it.
+        meets: The tier can serve the request within the bounds asked for.
+        found: The replica that would serve it, or the first ready one.
+        finish_ms: When the caller should have the whole answer.
+        unfitness: Of several reasons, the first in the order of ``Unfitness``; None: the tier is fit.
+    """
 
     tier: TierName
-    precision: str  # what the tier serves; see ``TierSpec``
+    precision: str
     state: ReplicaStatus
-    speed: SpeedModel | None  # of the replica that would serve the request, or of the first ready one
-    batch: int  # sequences that this replica is expected to compute at once
+    speed: SpeedModel | None
+    batch: int
     times: Expectation | None
     loss: ExpectedLoss
-    worst: float  # upper bound of the loss at the confidence asked for
-    allowed: float  # share of answers, 0..1, that may get worse on it now
-    cost: float | None  # engine-seconds, times the tier's price
-    excess: float  # largest ratio of a predicted time to its bound; infinite where a time is not known
-    obstacle: Refusal | None  # why the tier cannot serve now; None: it can
-    obstacle_text: str  # the same, for a person
-    slow: bool  # it breaks a bound on time, or may, for its times are not known; likewise ``lossy`` on loss
+    worst: float
+    allowed: float
+    cost: float | None
+    excess: float
+    obstacle: Obstacle | None
+    obstacle_text: str
+    slow: bool
     lossy: bool
-    unfit: bool  # it loses more than the budget or the class's bound allows, or is below the hint
-    cached: int | None  # prompt tokens that need no prefill on the replica that would serve it
-    meets: bool  # it can serve the request within the bounds asked for
-    found: Candidate | None = None  # the replica that would serve it, or the first ready one; None: not known
-    finish_ms: float | None = None  # when the caller should have the whole answer; None: the speed is not known
+    unfit: bool
+    cached: int | None
+    meets: bool
+    found: Candidate | None = None
+    finish_ms: float | None = None
+    unfitness: Unfitness | None = None
 
     @property
     def under_load(self) -> bool:
@@ -243,8 +315,12 @@ class Estimate(Struct, frozen=True):
         """Return the engine time that a token takes, as ``cost`` has it, without its price."""
         if self.speed is None:
             return None
-        drift = 1000 * (1.0 if self.times is None else self.times.drift)
-        return Rate(self.speed.engine_ms(1, 0, self.batch) * drift, self.speed.engine_ms(0, 1, self.batch) * drift)
+        drift = 1.0 if self.times is None else self.times.drift
+        us_per_ms = 1000 * drift
+        return Rate(
+            prompt_us=self.speed.engine_ms(1, 0, self.batch) * us_per_ms,
+            output_us=self.speed.engine_ms(0, 1, self.batch) * us_per_ms,
+        )
 
 
 def is_noticeably_later(finish_ms: float, soonest_ms: float) -> bool:
@@ -258,62 +334,83 @@ def latest_unnoticed_ms(soonest_ms: float) -> float:
 
 
 class Choice(Struct, frozen=True):
-    """A choice between tiers, and all that it was made from."""
+    """A choice between tiers, and all that it was made from.
+
+    Attributes:
+        z: The confidence asked for, as a quantile of the normal distribution.
+        scarcity: Of engine time, 0..1.
+        estimates: One for each tier, by rising precision.
+        chosen: None: the request is refused.
+        given_up: Bounds that no tier meets.
+        bound: Share of answers, 0..1, that may get worse, as the request says, or else its class; None: there is no bound.
+    """
 
     query: Query
     table: PolicyParameters
-    z: float  # the confidence asked for, as a quantile of the normal distribution
-    scarcity: float  # of engine time, 0..1
-    estimates: tuple[Estimate, ...]  # one for each tier, by rising precision
-    chosen: Estimate | None = None  # None: the request is refused
+    z: float
+    scarcity: float
+    estimates: tuple[Estimate, ...]
+    chosen: Estimate | None = None
     basis: Basis = Basis.REFUSED
-    given_up: tuple[Degraded, ...] = ()  # bounds that no tier meets
-    # share of answers, 0..1, that the request lets get worse, else its class; None: there is no bound
+    given_up: tuple[Degraded, ...] = ()
     bound: float | None = None
 
     @property
-    def asked(self) -> list[Estimate]:
+    def considered(self) -> list[Estimate]:
+        """Return the tiers that may be chosen: all, or only the one that the request requires."""
         if self.query.hint is None or not self.query.require:
             return list(self.estimates)
-        return [each for each in self.estimates if each.tier is self.query.hint]
+        return [estimate for estimate in self.estimates if estimate.tier is self.query.hint]
 
-    def rank(self, tier: TierName | None) -> int:
-        return next((place for place, each in enumerate(self.estimates) if each.tier is tier), -1)
+    def rank(self, tier: TierName) -> int:
+        """Return a tier's place by rising precision, from 0."""
+        return next(rank for rank, estimate in enumerate(self.estimates) if estimate.tier is tier)
 
 
 class Decision(Struct, frozen=True):
-    """Where a request goes and why. Plain data: ``router.policy.explain`` has further words for it."""
+    """Where a request goes and why. Plain data: ``router.policy.explain`` has further words for it.
 
-    tier: TierName | None  # the tier that is to serve it; None: refused
-    reason: str  # for a person; without any of the prompt's text
+    Attributes:
+        tier: The tier that is to serve it; None: it is refused.
+        reason: Why, for a person; without any of the prompt's text.
+        choice: What the decision was made from.
+        degraded: What the request asks for or its class needs, and is not expected, or not known, to get.
+        refusal: Why there is no tier; None where there is one.
+        retry_after_s: Of a refusal: predicted seconds until it could be served; None: never, as far as is known.
+        longest: Tokens that the longest of the tiers takes, if the request is too long for all that it asks for; 0: it is
+            not refused for that.
+        are_times_impossible: It is served though no tier meets its bounds on times at any load.
+    """
+
+    tier: TierName | None
+    reason: str
     query: Query
-    choice: Choice  # what it was made from
+    choice: Choice
     basis: Basis
-    # what the request asks for or its class needs, and is not expected, or not known, to get
     degraded: tuple[Degraded, ...] = ()
-    refusal: Refusal | None = None  # why there is no tier; None where there is one
-    # of a refusal: predicted seconds until it could be served; None: never, as far as is known
+    refusal: Refusal | None = None
     retry_after_s: float | None = None
-    longest: int = 0  # of a request too long for every tier that it asks for: tokens that the longest of them takes
-    are_times_impossible: bool = False  # whether it is served though no tier meets its bounds on times at any load
+    longest: int = 0
+    are_times_impossible: bool = False
 
     def estimate(self, tier: TierName) -> Estimate:
         """Return what was expected of one tier; ``KeyError``: the fleet had no such tier."""
-        for each in self.choice.estimates:
-            if each.tier is tier:
-                return each
+        for estimate in self.choice.estimates:
+            if estimate.tier is tier:
+                return estimate
         raise KeyError(tier)
 
     def rate(self, tier: TierName) -> Rate | None:
         """Return the engine time that a token takes on a tier, as it was priced; None: not known."""
-        return next((each.rate for each in self.choice.estimates if each.tier is tier), None)
+        return next((estimate.rate for estimate in self.choice.estimates if estimate.tier is tier), None)
 
     @property
     def requires_absent_tier(self) -> bool:
         """Tell whether the request was refused because it requires a tier that this router does not serve."""
-        is_named = self.query.require and self.query.hint is not None
-        absent = [each.state is ReplicaStatus.ABSENT for each in self.choice.asked]
-        return self.refusal is Refusal.NOT_READY and is_named and all(absent)
+        is_tier_required = self.query.require and self.query.hint is not None
+        if self.refusal is not Refusal.NOT_READY or not is_tier_required:
+            return False
+        return all(estimate.state is ReplicaStatus.ABSENT for estimate in self.choice.considered)
 
     @property
     def requires_impossible_bounds(self) -> bool:
@@ -336,11 +433,12 @@ class Decision(Struct, frozen=True):
 
     @property
     def chosen(self) -> Estimate | None:
-        return next((each for each in self.choice.estimates if each.tier is self.tier), None)
+        return next((estimate for estimate in self.choice.estimates if estimate.tier is self.tier), None)
 
     @property
     def precision(self) -> str | None:
-        return self.chosen.precision if self.chosen is not None else None
+        chosen = self.chosen
+        return None if chosen is None else chosen.precision
 
 
 class RequestRefusedError(Exception):

@@ -18,13 +18,13 @@ from pydantic import Field, PlainSerializer, PlainValidator, TypeAdapter, Valida
 from router.line_file import LineWriter
 from router.policy.decision import Decision, PolicyParameters, Query, Refusal
 from router.policy.profiles import ProfileError, first_fault
-from tiers.snapshot import FleetSnapshot, KvCache, Pause, Trends, load_of
+from tiers.snapshot import FleetLoad, FleetSnapshot, KvCache, Pause, ReplicaState, TierSnapshot, Trends, load_of
 from tiers.spec import TierName
 
 KEPT_FILES = 3
 
 
-# A replica's line is flat: some of its state's fields have other names there, and of groups each field has one.
+# A replica's line is flat. Some fields of ``ReplicaState`` have other names there, and a group is one name for each field.
 _RENAMED = {"status": "state", "prompt_tokens": "prompt_tokens_outstanding", "slots": "places"}
 _GROUPS: dict[str, tuple[type[Struct], tuple[str, ...]]] = {
     "trends": (Trends, ("ttft_trend", "tpot_trend")),
@@ -35,23 +35,40 @@ _GROUPS: dict[str, tuple[type[Struct], tuple[str, ...]]] = {
 
 def _fleet_line(fleet: FleetSnapshot) -> dict[str, Any]:
     """Return a snapshot as the log has it: each replica with its whole load and its trends at that time."""
-    line, tiers, now = structs.asdict(fleet), [], fleet.load.now if fleet.load is not None else 0.0
-    del line["load"]
+    tiers = []
     for tier in fleet.tiers:
-        replicas = []
-        for n, (state, output_tokens) in enumerate(zip(tier.replicas, tier.output_tokens, strict=True)):
-            load, trends = load_of(state, output_tokens, fleet.load), state.trends.faded(now, state.speed)
-            replica = structs.asdict(structs.replace(state, load=load, trends=trends))
-            del replica["prompts_at"], replica["prefill_at"]
-            replica |= {logged: replica.pop(name) for name, logged in _RENAMED.items()}
-            for group, (_, names) in _GROUPS.items():
-                replica |= dict(zip(names, structs.astuple(replica.pop(group)), strict=True))
-            cached = None if tier.cached is None else tier.cached[n]
-            own = {"output_tokens_outstanding": output_tokens, "cached_tokens": cached, "home": n == tier.home}
-            replicas.append(replica | own)
+        replicas = [_replica_line(tier, position, fleet.load) for position in range(len(tier.replicas))]
         tiers.append({"spec": tier.spec, "replicas": replicas, "preparing": tier.preparing})
-    found: dict[str, Any] = to_builtins(line | {"tiers": tiers}, enc_hook=str)
-    return found
+    line = structs.asdict(fleet)
+    del line["load"]
+    line["tiers"] = tiers
+    builtins: dict[str, Any] = to_builtins(line, enc_hook=str)
+    return builtins
+
+
+def _replica_line(tier: TierSnapshot, position: int, fleet_load: FleetLoad | None) -> dict[str, Any]:
+    state = tier.replicas[position]
+    output_tokens = tier.output_tokens[position]
+    now = 0.0 if fleet_load is None else fleet_load.now
+    load = load_of(state, output_tokens, fleet_load)
+    trends = state.trends.faded(now, state.speed)
+    line = _state_line(structs.replace(state, load=load, trends=trends))
+    line["output_tokens_outstanding"] = output_tokens
+    line["cached_tokens"] = None if tier.cached is None else tier.cached[position]
+    line["home"] = position == tier.home
+    return line
+
+
+def _state_line(state: ReplicaState) -> dict[str, Any]:
+    """Return a replica's state with the names that the log has for its fields; ``_read_state`` is the reverse."""
+    line = structs.asdict(state)
+    del line["prompts_at"], line["prefill_at"]
+    for field, logged_field in _RENAMED.items():
+        line[logged_field] = line.pop(field)
+    for group, (_, logged_fields) in _GROUPS.items():
+        values = structs.astuple(line.pop(group))
+        line |= dict(zip(logged_fields, values, strict=True))
+    return line
 
 
 def _read_fleet(line: dict[str, Any]) -> FleetSnapshot:
@@ -63,26 +80,36 @@ def _read_fleet(line: dict[str, Any]) -> FleetSnapshot:
 
 
 def _read_tier(line: dict[str, Any]) -> dict[str, Any]:
-    states, cached = [], [replica.get("cached_tokens") for replica in line["replicas"]]
-    for replica in line["replicas"]:
-        state = replica | {name: replica[logged] for name, logged in _RENAMED.items() if logged in replica}
-        for group, (kind, names) in _GROUPS.items():
-            fields = zip(kind.__struct_fields__, names, strict=True)
-            state[group] = {field: replica[name] for field, name in fields if name in replica}
-        if replica.get("places") is None:
-            state["slots"] = replica["in_flight"]
-        states.append(state)
-    outputs = [replica["output_tokens_outstanding"] for replica in line["replicas"]]
-    home = next((n for n, replica in enumerate(line["replicas"]) if replica.get("home")), -1)
-    known = None if None in cached else cached
-    return line | {"replicas": states, "output_tokens": outputs, "cached": known, "home": home}
+    replicas = line["replicas"]
+    cached = [replica.get("cached_tokens") for replica in replicas]
+    homes = [position for position, replica in enumerate(replicas) if replica.get("home")]
+    return line | {
+        "replicas": [_read_state(replica) for replica in replicas],
+        "output_tokens": [replica["output_tokens_outstanding"] for replica in replicas],
+        "cached": None if None in cached else cached,
+        "home": homes[0] if homes else -1,
+    }
+
+
+def _read_state(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a replica's line with the names and groups of ``ReplicaState``."""
+    state = dict(line)
+    for field, logged_field in _RENAMED.items():
+        if logged_field in line:
+            state[field] = line[logged_field]
+    for group, (kind, logged_fields) in _GROUPS.items():
+        fields = zip(kind.__struct_fields__, logged_fields, strict=True)
+        state[group] = {field: line[logged_field] for field, logged_field in fields if logged_field in line}
+    if line.get("places") is None:  # lines of earlier releases have no slots
+        state["slots"] = line["in_flight"]
+    return state
 
 
 def _query_line(query: Query) -> dict[str, Any]:
     """Return a query without its prefix: what replicas hold of that is in the snapshot."""
-    found: dict[str, Any] = to_builtins(structs.replace(query, prefix=None), enc_hook=str)
-    del found["prefix"]
-    return found
+    line: dict[str, Any] = to_builtins(structs.replace(query, prefix=None), enc_hook=str)
+    del line["prefix"]
+    return line
 
 
 _READ_QUERY = PlainValidator(lambda line: convert(line, Query, dec_hook=lambda kind, value: kind(value)))
@@ -148,28 +175,35 @@ class DecisionLog:
     """Writes records to a file that is rotated by size, in a thread."""
 
     def __init__(self, path: Path, max_bytes: int = 0) -> None:
-        self._writer = LineWriter(path, "the decision log", max_bytes, KEPT_FILES)
+        self._writer = LineWriter(path, "the decision log", max_bytes=max_bytes, kept=KEPT_FILES)
         self._table: PolicyParameters | None = None
-        self._policy, self._head = "", b""
+        self._policy_id = ""
+        self._head = b""
 
     def decided(
         self, request_id: str, decision: Decision, fleet: FleetSnapshot, table: PolicyParameters, *, priority: int = 0
     ) -> None:
         if table is not self._table:
-            self._table, self._policy = table, digest_of(table)
-            self._head = _RECORD.dump_json(PolicyRecord(self._policy, table))
+            self._table = table
+            self._policy_id = digest_of(table)
+            self._head = _RECORD.dump_json(PolicyRecord(self._policy_id, table))
         chosen = decision.chosen
+        predicted_ttft_ms = None
+        predicted_tpot_ms = None
+        if chosen is not None:
+            predicted_ttft_ms = chosen.predicted_ttft_ms
+            predicted_tpot_ms = chosen.predicted_tpot_ms
         record = DecisionRecord(
             at=round(time.time(), 4),
             request_id=request_id,
-            policy=self._policy,
+            policy=self._policy_id,
             query=decision.query,
             fleet=fleet,
             tier=decision.tier,
             refusal=decision.refusal,
             reason=decision.reason,
-            predicted_ttft_ms=chosen.predicted_ttft_ms if chosen else None,
-            predicted_tpot_ms=chosen.predicted_tpot_ms if chosen else None,
+            predicted_ttft_ms=predicted_ttft_ms,
+            predicted_tpot_ms=predicted_tpot_ms,
             priority=priority,
         )
         self._writer.put(_RECORD.dump_json(record), self._head)

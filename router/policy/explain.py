@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from classifier import PromptClass
 from classifier.kinds import Complexity
-from router.policy.decision import SURE, Basis, Refusal, is_noticeably_later
+from router.policy.decision import SURE, Basis, Refusal, Unfitness, is_noticeably_later
 from router.policy.losses import of_100
 from tiers.preparing import about
 from tiers.spec import ReplicaStatus
@@ -15,14 +15,20 @@ from tiers.spec import ReplicaStatus
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from router.policy.decision import Choice, Estimate, Query, Sort
-    from tiers.snapshot import TierSnapshot
+    from router.policy.decision import Choice, Estimate, Obstacle, Query, Sort
+    from tiers.snapshot import ReplicaState, TierSnapshot
     from tiers.spec import TierName
 
 CHOSEN = "chosen"
+SORTED_BY: dict[Sort, str] = {
+    "price": "s of engine time",
+    "latency": "ms to the first token",
+    "throughput": "ms a token",
+}
 
 
 def verdict(choice: Choice, estimate: Estimate) -> str:
+    """Return what was decided of a tier, and why."""
     chosen = choice.chosen
     if chosen is not None and estimate.tier is chosen.tier:
         return CHOSEN
@@ -40,79 +46,134 @@ def _comparison(estimate: Estimate, chosen: Estimate) -> str:
     """Return why a tier that would do as well was not chosen, to follow "would do"."""
     if estimate.finish_ms is None or chosen.finish_ms is None:
         return f"but {chosen.tier} was taken"
-    if chosen.cost is not None and estimate.cost is not None and estimate.cost > chosen.cost:
-        engine_time = f"{estimate.cost:.2g} s of engine time instead of {chosen.cost:.2g}"
-        if estimate.finish_ms <= chosen.finish_ms:
-            return f"with {engine_time}"
-        return f"finished in {_seconds(estimate.finish_ms)} instead of {_seconds(chosen.finish_ms)}, with {engine_time}"
-    return f"finished in {_seconds(estimate.finish_ms)} instead of {_seconds(chosen.finish_ms)}"
+    finish = f"finished in {_seconds(estimate.finish_ms)} instead of {_seconds(chosen.finish_ms)}"
+    if chosen.cost is None or estimate.cost is None or estimate.cost <= chosen.cost:
+        return finish
+    engine_time = f"with {estimate.cost:.2g} s of engine time instead of {chosen.cost:.2g}"
+    if estimate.finish_ms <= chosen.finish_ms:
+        return engine_time
+    return f"{finish}, {engine_time}"
 
 
-def reason(choice: Choice, longest: int) -> str:
-    """Return why, for a person. What was asked for and is not given comes first.
-
-    ``longest``: context of the tiers for which the request alone is too long, in tokens; 0: there are others, or none.
-    """
-    chosen, query = choice.chosen, choice.query
-    if chosen is None:
-        found = "; ".join([f"{each.tier} {verdict(choice, each)}" for each in choice.asked])
-        others = [each.tier for each in choice.estimates if each.meets]
-        if query.require and others:
-            found += f"; {' and '.join(others)} can, and tier_policy 'prefer' lets another tier serve"
-        # Libraries know these words.
-        return f"This model's maximum context length is {longest} tokens: {found}" if longest else found
-    found = _why(choice, chosen)
+def reason(choice: Choice, chosen: Estimate) -> str:
+    """Return why a tier was chosen, for a person. What was asked for and is not given comes first."""
+    query = choice.query
+    text = _why(choice, chosen)
     if query.hint is not None and chosen.tier is not query.hint:
-        hinted = next(each for each in choice.estimates if each.tier is query.hint)
+        hinted = next(estimate for estimate in choice.estimates if estimate.tier is query.hint)
         against = "not chosen" if hinted.meets else _against(choice, hinted)
-        found = f"hint {query.hint} not taken: {against}; {found}"
+        text = f"hint {query.hint} not taken: {against}; {text}"
     if query.precisions is not None:
-        found += f"; the request allows {', '.join(sorted(query.precisions))} only"
-    return f"over budget, so only {chosen.tier} may serve; {found}" if query.over_budget else found
+        text += f"; the request allows {', '.join(sorted(query.precisions))} only"
+    if query.over_budget:
+        return f"over budget, so only {chosen.tier} may serve; {text}"
+    return text
+
+
+def refusal_reason(choice: Choice, longest_context: int | None) -> str:
+    """Return why no tier serves a request, for a person.
+
+    Args:
+        choice: The tiers as they were compared.
+        longest_context: Of the tiers for which the request alone is too long, in tokens; None: there are others, or none.
+    """
+    text = "; ".join([f"{estimate.tier} {verdict(choice, estimate)}" for estimate in choice.considered])
+    suitable = [estimate.tier for estimate in choice.estimates if estimate.meets]
+    if choice.query.require and suitable:
+        text += f"; {' and '.join(suitable)} can, and tier_policy 'prefer' lets another tier serve"
+    if longest_context is None:
+        return text
+    # Libraries know these words.
+    return f"This model's maximum context length is {longest_context} tokens: {text}"
 
 
 def _why(choice: Choice, chosen: Estimate) -> str:
-    basis, sort = choice.basis, choice.query.sort
+    """Return what a choice rests on."""
     if choice.given_up:
-        given_up = " and ".join([what for what in choice.given_up if what != "unmeasured"])
-        known = f"expected to meet the SLA: {given_up} given up" if given_up else "known to meet the SLA"
-        return f"no tier is {known}, {chosen.tier} taken"
-    if basis is Basis.HINT:
+        return _given_up_text(choice, chosen)
+    if choice.basis is Basis.HINT:
         return f"{chosen.tier} is required" if choice.query.require else f"hint {chosen.tier}"
-    if basis is Basis.DEGRADED_QUALITY:
-        return f"degraded to {chosen.tier}: {_unfit(choice, chosen)}, {_no_better(choice.asked)}"
-    if basis is Basis.SORT and sort is not None:
-        return f"{_kind(choice)}: {_sorted_text(chosen, sort)}"
+    if choice.basis is Basis.DEGRADED_QUALITY:
+        return f"degraded to {chosen.tier}: {_unfit(choice, chosen)}, {_no_better(choice.considered)}"
     return f"{_kind(choice)}: {_chosen_text(choice, chosen)}"
 
 
+def _given_up_text(choice: Choice, chosen: Estimate) -> str:
+    given_up = " and ".join([bound for bound in choice.given_up if bound != "unmeasured"])
+    if given_up:
+        return f"no tier is expected to meet the SLA: {given_up} given up, {chosen.tier} taken"
+    return f"no tier is known to meet the SLA, {chosen.tier} taken"
+
+
 def _kind(choice: Choice) -> str:
+    """Return of what kind a prompt is."""
     features = choice.query.features
-    sure = features.confidence >= SURE or features.prompt_class is PromptClass.UNKNOWN
-    kind = features.prompt_class.value.replace("_", " ") if sure else f"probably {features.prompt_class.value}"
-    return f"{kind}, {(features.complexity or Complexity.MODERATE).value}"
+    prompt_class = features.prompt_class
+    complexity = features.complexity or Complexity.MODERATE
+    if features.confidence >= SURE or prompt_class is PromptClass.UNKNOWN:
+        return f"{prompt_class.value.replace('_', ' ')}, {complexity.value}"
+    return f"probably {prompt_class.value}, {complexity.value}"
 
 
 def _chosen_text(choice: Choice, chosen: Estimate) -> str:
-    name = chosen.tier
-    highest = choice.estimates[-1].tier
-    within = [estimate for estimate in choice.asked if estimate.meets]
+    """Return why a tier was chosen, to follow the prompt's kind."""
+    if choice.basis is Basis.SORT and choice.query.sort is not None:
+        return _sorted_text(chosen, choice.query.sort)
+    acceptable = [estimate for estimate in choice.considered if estimate.meets]
     if choice.basis is Basis.SMALL_TALK:
-        return _small_talk_text(choice, chosen, within)
+        return _small_talk_text(choice, chosen, acceptable)
     if choice.basis is Basis.BUDGET:
-        wrong = f"{name} gets up to {of_100(chosen.loss.stated_high)} answers wrong that {highest} gets right"
-        when = " while engine time is scarce" if choice.table.objective == "best" else ""
-        return f"{wrong} ({chosen.loss.basis}), within the loss budget{when}, and {_advantage(choice, chosen, within)}"
+        return _budget_text(choice, chosen, acceptable)
+    return _little_loss_text(choice, chosen, acceptable)
+
+
+def _sorted_text(chosen: Estimate, sort: Sort) -> str:
+    value = chosen.order(sort)
+    if value == math.inf:
+        return f"sort {sort}: speed is not measured, so {chosen.tier}, the lowest precision that may serve, was taken"
+    return f"sort {sort}: {chosen.tier} has the least, {value:.2g} {SORTED_BY[sort]} expected"
+
+
+def _small_talk_text(choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]) -> str:
+    """Return why a tier answers what cannot be right or wrong."""
+    lower = _fit_below(choice, chosen, acceptable)
+    if lower and lower[-1].times is not None and chosen.times is not None:
+        passed_over = f"{lower[-1].tier} would take {_seconds(lower[-1].times.ttft_ms)} to its first token"
+        return f"no precision loses anything, and {passed_over}, {chosen.tier} {_seconds(chosen.times.ttft_ms)}"
+    return f"no precision loses anything, and {chosen.tier} is the lowest that can serve"
+
+
+def _budget_text(choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]) -> str:
+    """Return why a tier was chosen that loses more than a negligible share of answers."""
+    highest = choice.estimates[-1].tier
+    wrong = f"{chosen.tier} gets up to {of_100(chosen.loss.stated_high)} answers wrong that {highest} gets right"
+    when = " while engine time is scarce" if choice.table.objective == "best" else ""
+    advantage = _advantage(choice, chosen, acceptable)
+    return f"{wrong} ({chosen.loss.basis}), within the loss budget{when}, and {advantage}"
+
+
+def _little_loss_text(choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]) -> str:
+    """Return why a tier was chosen that loses next to nothing, or less than all others."""
+    highest = choice.estimates[-1].tier
+    tolerated = max(chosen.loss.mean, choice.table.negligible_loss)
+    worse = [estimate for estimate in acceptable if estimate.loss.mean > tolerated]
     parts = []
-    least = max(chosen.loss.mean, choice.table.negligible_loss)
-    worse = [estimate for estimate in within if estimate.loss.mean > least]
     if worse:
         parts.append(_wrong_text(worse, highest))
     if choice.basis is Basis.NEGLIGIBLE:
-        parts.append(f"{name} {_good_text(chosen, highest)}, and {_advantage(choice, chosen, within)}")
+        advantage = _advantage(choice, chosen, acceptable)
+        parts.append(f"{chosen.tier} {_good_text(chosen, highest)}, and {advantage}")
     if parts:
         return "; ".join(parts)
-    return _alone_text(choice, chosen, within)
+    return _alone_text(choice, chosen, acceptable)
+
+
+def _wrong_text(worse: Sequence[Estimate], highest: TierName) -> str:
+    """Return how many answers the tiers get wrong that were not chosen for it."""
+    lowest, *higher = worse
+    wrong = f"up to {of_100(lowest.loss.stated_high)} answers wrong that {highest} gets right ({lowest.loss.basis})"
+    higher_texts = [f"{estimate.tier} up to {of_100(estimate.loss.stated_high)}" for estimate in higher]
+    return "; ".join([f"{lowest.tier} may get {wrong}", *higher_texts])
 
 
 def _good_text(chosen: Estimate, highest: TierName) -> str:
@@ -121,35 +182,34 @@ def _good_text(chosen: Estimate, highest: TierName) -> str:
     return f"is as good as {highest} (up to {of_100(chosen.loss.stated_high)} answers get worse, {chosen.loss.basis})"
 
 
-def _small_talk_text(choice: Choice, chosen: Estimate, within: Sequence[Estimate]) -> str:
-    """Return why a tier answers what cannot be right or wrong."""
-    rank = choice.rank(chosen.tier)
-    lower = [estimate for estimate in within if not estimate.unfit and choice.rank(estimate.tier) < rank]
-    if lower and lower[-1].times is not None and chosen.times is not None:
-        passed_over = f"{lower[-1].tier} would take {_seconds(lower[-1].times.ttft_ms)} to its first token"
-        return f"no precision loses anything, and {passed_over}, {chosen.tier} {_seconds(chosen.times.ttft_ms)}"
-    return f"no precision loses anything, and {chosen.tier} is the lowest that can serve"
-
-
-def _alone_text(choice: Choice, chosen: Estimate, within: Sequence[Estimate]) -> str:
-    if len(within) > 1:
+def _alone_text(choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]) -> str:
+    """Return why a tier was chosen where nothing is known that another tier does worse."""
+    if len(acceptable) > 1:
         return f"no tier loses less than {chosen.tier}"
-    if any(estimate.obstacle is None and not estimate.meets for estimate in choice.asked):
+    if any(estimate.obstacle is None and not estimate.meets for estimate in choice.considered):
         return "no other tier meets the request's bounds"
-    obstacles = [f"{each.tier} {each.obstacle_text}" for each in choice.asked if each.obstacle is not None]
+    obstructed = [estimate for estimate in choice.considered if estimate.obstacle is not None]
+    obstacles = [f"{estimate.tier} {estimate.obstacle_text}" for estimate in obstructed]
     return f"only {chosen.tier} can serve: {'; '.join(obstacles)}"
 
 
-def _advantage(choice: Choice, chosen: Estimate, within: Sequence[Estimate]) -> str:
+def _advantage(choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]) -> str:
     """Return what decided between the tiers whose loss is allowed."""
-    rank = choice.rank(chosen.tier)
-    fit = [estimate for estimate in within if not estimate.unfit]
-    rivals = [estimate for estimate in fit if estimate is not chosen and estimate.loss.mean <= estimate.allowed]
+    fit_others = [estimate for estimate in acceptable if not estimate.unfit and estimate is not chosen]
+    rivals = [estimate for estimate in fit_others if estimate.loss.mean <= estimate.allowed]
     if chosen.under_load and rivals and all(rival.under_load for rival in rivals):
         return _faster_text(choice, chosen, rivals)
-    if any(choice.rank(estimate.tier) < rank for estimate in fit):
+    if _fit_below(choice, chosen, acceptable):
         return "is much faster here than lower precisions"
-    return "is the lowest precision that can serve" if rank else "is the lowest precision"
+    if choice.rank(chosen.tier) > 0:
+        return "is the lowest precision that can serve"
+    return "is the lowest precision"
+
+
+def _fit_below(choice: Choice, chosen: Estimate, acceptable: Sequence[Estimate]) -> list[Estimate]:
+    """Return the fit tiers of lower precision than the chosen one, which were passed over."""
+    rank = choice.rank(chosen.tier)
+    return [estimate for estimate in acceptable if not estimate.unfit and choice.rank(estimate.tier) < rank]
 
 
 def _faster_text(choice: Choice, chosen: Estimate, rivals: Sequence[Estimate]) -> str:
@@ -177,10 +237,14 @@ def _finish_text(chosen: Estimate, rivals: Sequence[Estimate]) -> str:
 def _seconds(milliseconds: float) -> str:
     """Return a time for people, in seconds of two significant digits."""
     seconds = milliseconds / 1000
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{float(f'{seconds:.2g}'):g} s"  # noqa: PLR2004
+    if seconds >= 10:  # noqa: PLR2004
+        return f"{seconds:.0f} s"
+    two_digits = float(f"{seconds:.2g}")
+    return f"{two_digits:g} s"
 
 
 def _against(choice: Choice, estimate: Estimate) -> str:
+    """Return what speaks against a tier that has an obstacle, breaks a bound or is unfit."""
     if estimate.obstacle is not None:
         return estimate.obstacle_text
     if estimate.lossy:
@@ -192,79 +256,84 @@ def _against(choice: Choice, estimate: Estimate) -> str:
 
 
 def _unfit(choice: Choice, estimate: Estimate) -> str:
-    query, name = choice.query, estimate.tier
-    if choice.rank(name) < choice.rank(query.hint):
-        return f"hint {query.hint} wants {query.hint} or higher"
-    if choice.bound is not None and estimate.worst > choice.bound:
-        allowed = of_100(choice.bound)
-        return f"{_kind(choice)}: {name} may get up to {of_100(estimate.worst)} answers wrong, {allowed} allowed"
+    """Return why a tier is unfit."""
+    hint = choice.query.hint
+    tier = estimate.tier
+    if estimate.unfitness is Unfitness.BELOW_HINT:
+        return f"hint {hint} wants {hint} or higher"
+    if estimate.unfitness is Unfitness.OVER_BOUND:
+        wrong = of_100(estimate.worst)
+        return f"{_kind(choice)}: {tier} may get up to {wrong} answers wrong, {of_100(choice.bound or 0.0)} allowed"
     wrong = of_100(estimate.loss.mean)
-    return f"{_kind(choice)}: {name} is expected to get {wrong} answers wrong, more than policy.loss_budget allows"
+    return f"{_kind(choice)}: {tier} is expected to get {wrong} answers wrong, more than policy.loss_budget allows"
 
 
 def _slow_text(estimate: Estimate, query: Query, z: float) -> str:
-    """Return which bound a tier's times break with the confidence asked for: of both, that on TTFT."""
-    times, sla, found = estimate.times, query.sla, ""
+    """Return which bound a tier's times break with the confidence asked for; of both, the bound on TTFT."""
+    times = estimate.times
     if times is None:
         return "has no measured speed yet, and the request limits latency"
-    for name, expected, spread, bound in (
-        ("TPOT", times.tpot_ms, times.tpot_spread, sla.tpot_ms),
-        ("TTFT", times.ttft_ms, times.ttft_spread, sla.ttft_ms),
-    ):
-        if bound is None:
-            continue
-        safe = expected * math.exp(z * spread)
-        if expected > bound:
-            found = f"cannot meet {name} {bound:g} ms ({expected:.0f} ms expected)"
-        elif safe > bound:
-            sure = f"up to {safe:.0f} ms at the requested confidence"
-            found = f"may not meet {name} {bound:g} ms ({expected:.0f} ms expected, {sure})"
-    return found
+    safe_ttft_ms = times.ttft_ms * math.exp(z * times.ttft_spread)
+    late_first_token = _late_text("TTFT", times.ttft_ms, safe_ms=safe_ttft_ms, bound_ms=query.sla.ttft_ms)
+    if late_first_token is not None:
+        return late_first_token
+    safe_tpot_ms = times.tpot_ms * math.exp(z * times.tpot_spread)
+    return _late_text("TPOT", times.tpot_ms, safe_ms=safe_tpot_ms, bound_ms=query.sla.tpot_ms) or ""
 
 
-def _no_better(asked: Sequence[Estimate]) -> str:
-    better = [o for o in asked if not o.unfit]
-    if all(o.obstacle is Refusal.NOT_ALLOWED for o in better):
+def _late_text(name: str, expected_ms: float, *, safe_ms: float, bound_ms: float | None) -> str | None:
+    """Return how an expected time breaks its bound; None: it does not, or there is no bound."""
+    if bound_ms is None:
+        return None
+    if expected_ms > bound_ms:
+        return f"cannot meet {name} {bound_ms:g} ms ({expected_ms:.0f} ms expected)"
+    if safe_ms > bound_ms:
+        safe = f"up to {safe_ms:.0f} ms at the requested confidence"
+        return f"may not meet {name} {bound_ms:g} ms ({expected_ms:.0f} ms expected, {safe})"
+    return None
+
+
+def _no_better(considered: Sequence[Estimate]) -> str:
+    """Return why none of the fit tiers serves, to follow why the chosen one is unfit."""
+    obstacles = {estimate.obstacle for estimate in considered if not estimate.unfit}
+    if obstacles <= {Refusal.NOT_ALLOWED}:
         return "none of which this key allows"
-    if all(o.obstacle in {Refusal.NOT_ALLOWED, Refusal.EXCLUDED} for o in better):
+    if obstacles <= {Refusal.NOT_ALLOWED, Refusal.EXCLUDED}:
         return "none of which the request allows"
-    if any(o.obstacle is None for o in better):
+    if None in obstacles:
         return "none of which is expected to meet the SLA"
     return "none of which can serve now"
 
 
-def _sorted_text(chosen: Estimate, sort: Sort) -> str:
-    value = chosen.order(sort)
-    if value == math.inf:
-        return f"sort {sort}: speed is not measured, so {chosen.tier}, the lowest precision that may serve, was taken"
-    what = {"price": "s of engine time", "latency": "ms to the first token", "throughput": "ms a token"}[sort]
-    return f"sort {sort}: {chosen.tier} has the least, {value:.2g} {what} expected"
-
-
-def _wrong_text(worse: Sequence[Estimate], highest: TierName) -> str:
-    first, *others = worse
-    wrong = f"up to {of_100(first.loss.stated_high)} answers wrong that {highest} gets right ({first.loss.basis})"
-    others_text = [f"{estimate.tier} up to {of_100(estimate.loss.stated_high)}" for estimate in others]
-    return "; ".join([f"{first.tier} may get {wrong}", *others_text])
-
-
-def obstacle_text(obstacle: Refusal, tier: TierSnapshot, query: Query) -> str:
+def obstacle_text(obstacle: Obstacle, tier: TierSnapshot, query: Query) -> str:
     """Return why a tier cannot serve a request now, to follow its name."""
+    match obstacle:
+        case Refusal.NOT_ALLOWED:
+            over_budget = " over its budget" if query.over_budget else ""
+            text = f"is not allowed for this key{over_budget}"
+        case Refusal.EXCLUDED:
+            text = _excluded(tier, query)
+        case Refusal.NO_ADAPTER:
+            text = f"does not offer the adapter {query.adapter}"
+        case Refusal.UNSUPPORTED:
+            text = f"has a draft, and with a draft vLLM does not support {query.undraftable}"
+        case Refusal.TOO_LONG:
+            tokens = f"{query.prompt_tokens} prompt + {query.max_tokens} output tokens"
+            text = f"{tokens} exceed its context of {tier.spec.max_model_len}"
+        case Refusal.NOT_READY:
+            text = _not_ready(tier)
+        case Refusal.AT_CAPACITY:
+            text = _full(tier, query.sequences)
+        case _:
+            assert_never(obstacle)  # A type checker finds the obstacle that has no text.
+    return text
+
+
+def _excluded(tier: TierSnapshot, query: Query) -> str:
     spec = tier.spec
-    if obstacle is Refusal.NOT_ALLOWED:
-        return "is not allowed for this key" + (" over its budget" if query.over_budget else "")
-    if obstacle is Refusal.EXCLUDED:
-        allowed = f"serves {spec.precision}, and the request allows {', '.join(sorted(query.precisions or ()))} only"
-        named = query.only is None or spec.name in query.only
-        return allowed if named else "is not among the tiers that the request allows"
-    if obstacle is Refusal.NO_ADAPTER:
-        return f"does not offer the adapter {query.adapter}"
-    if obstacle is Refusal.UNSUPPORTED:
-        return f"has a draft, and with a draft vLLM does not support {query.undraftable}"
-    if obstacle is Refusal.TOO_LONG:
-        tokens = f"{query.prompt_tokens} prompt + {query.max_tokens} output tokens"
-        return f"{tokens} exceed its context of {spec.max_model_len}"
-    return _not_ready(tier) if obstacle is Refusal.NOT_READY else _full(tier, query.sequences)
+    if query.only is not None and spec.name not in query.only:
+        return "is not among the tiers that the request allows"
+    return f"serves {spec.precision}, and the request allows {', '.join(sorted(query.precisions or ()))} only"
 
 
 def _not_ready(tier: TierSnapshot) -> str:
@@ -274,22 +343,38 @@ def _not_ready(tier: TierSnapshot) -> str:
     if preparing.failed is not None:
         return "has no checkpoint: it could not be made"
     state = "being prepared" if tier.status is ReplicaStatus.PREPARING else tier.status.value
-    return f"is {state}" + ("" if preparing.remaining_s is None else f", ready in {about(preparing.remaining_s)}")
+    if preparing.remaining_s is None:
+        return f"is {state}"
+    return f"is {state}, ready in {about(preparing.remaining_s)}"
 
 
 def _full(tier: TierSnapshot, sequences: int) -> str:
+    """Return what a ready tier has too little of."""
     ready = tier.ready
-    admitting = [r for r in ready if r.breaker.admits]
+    admitting = [replica for replica in ready if replica.breaker.admits]
     if not admitting:
-        wait_s = min(r.breaker.admits_in_s for r in ready)
+        wait_s = min(replica.breaker.admits_in_s for replica in ready)
         return f"failed too often lately and gets requests again in {wait_s:.1f} s"
-    limits = [min(r.limit, tier.spec.max_in_flight) for r in admitting]
-    free = [r for r, limit in zip(admitting, limits, strict=True) if r.slots < limit]
-    if not free:
-        return f"has all of its {sum(limits)} slots taken"
-    if all(r.slots + min(sequences, limit) > limit for r, limit in zip(admitting, limits, strict=True)):
-        return f"has too few of its {sum(limits)} slots free for {sequences} answers at the same time"
-    if all(r.kv.pressure for r in free):
-        usage = max(r.gauges.kv_cache_usage if r.gauges else 0.0 for r in free)
-        return f"has {usage:.0%} of its KV cache in use, too much for a long prompt"
-    return "has too few tokens left in its KV cache"
+    with_free_slots: list[ReplicaState] = []
+    has_room_for_all = False
+    slots = 0
+    for replica in admitting:
+        limit = min(replica.limit, tier.spec.max_in_flight)
+        slots += limit
+        if replica.slots < limit:
+            with_free_slots.append(replica)
+        if replica.slots + min(sequences, limit) <= limit:
+            has_room_for_all = True
+    if not with_free_slots:
+        return f"has all of its {slots} slots taken"
+    if not has_room_for_all:
+        return f"has too few of its {slots} slots free for {sequences} answers at the same time"
+    return _kv_cache_full(with_free_slots)
+
+
+def _kv_cache_full(replicas: Sequence[ReplicaState]) -> str:
+    """Return why replicas that have free slots do not take a request."""
+    if not all(replica.kv.pressure for replica in replicas):
+        return "has too few tokens left in its KV cache"
+    usages = [replica.gauges.kv_cache_usage for replica in replicas if replica.gauges is not None]
+    return f"has {max(usages, default=0.0):.0%} of its KV cache in use, too much for a long prompt"

@@ -36,12 +36,14 @@ if TYPE_CHECKING:
     Kind = tuple[PromptClass, Complexity]
     Losses = Mapping[PromptClass, Mapping[Complexity, "ExpectedLoss"]]
 
-CONTRADICTED = 3.0  # of some 40 kinds and tiers one differs by chance in 1 of 10 fleets; at 1.96 two do in each
-UNLIKE = 0.3  # mean that takes the place of a published loss that the answers contradict
-ENOUGH = 10  # answers of a kind; fewer hardly count beside what is published
+# At 3 deviations one of some 40 kinds and tiers differs by chance in 1 of 10 fleets; at 1.96 two differ in each fleet.
+CONTRADICTED = 3.0
+UNLIKE = 0.3  # this mean takes the place of a published loss that the answers contradict
+ENOUGH = 10  # fewer answers of a kind hardly count beside what is published
 TAIL = 0.05  # probability beyond each end of the 90 % interval
 Z90 = NormalDist().inv_cdf(1 - TAIL)
-FAR = 6.0  # standard deviations beyond which the tail of a normal distribution is taken from its asymptotic series
+# So many standard deviations out, the tail of a normal distribution is taken from its asymptotic series.
+FAR = 6.0
 # Answers bear a statement alone if without anything published they allow at most this many times the loss that is stated.
 BORNE_WITHIN = 1.25
 _STANDARD = NormalDist()
@@ -96,10 +98,12 @@ class ExpectedLoss:
         """Return in words what it rests on."""
         if self.source is LossSource.MEASURED:
             return f"measured on {self.answers} answers"
-        known = "published for models of this size"
+        origin = "published for models of this size"
         if self.source is LossSource.ESTIMATED:
-            known = "estimated from what is published for other models"
-        return f"{known}; {self.answers} answers here do not tell more yet" if self.answers else known
+            origin = "estimated from what is published for other models"
+        if self.answers:
+            return f"{origin}; {self.answers} answers here do not tell more yet"
+        return origin
 
 
 NO_LOSS = ExpectedLoss(0.0, 0.0, 0.0)
@@ -116,7 +120,9 @@ def losses(precision: str, counts: Iterable[AnswerCount], parameters: float | No
     flips_by_kind = {(count.prompt_class, count.complexity): count.flips for count in counts}
     expected: dict[PromptClass, dict[Complexity, ExpectedLoss]] = {}
     for prompt_class in CLASSES:
-        expected[prompt_class] = _losses_of_class(precision, prompt_class, flips_by_kind, parameters)
+        expected[prompt_class] = _losses_of_class(
+            precision, prompt_class, flips_by_kind=flips_by_kind, parameters=parameters
+        )
     expected[PromptClass.UNKNOWN] = {}
     for complexity in Complexity:
         doubtful = [expected[prompt_class][complexity] for prompt_class in DOUBTFUL]
@@ -141,11 +147,11 @@ def updated(prior: float, flips: Flips, *, published_for_size: bool = True) -> E
             high=min(-prior * math.log(TAIL), 1.0),
             published_for_size=published_for_size,
         )
-    seen, variance = measured_loss(flips)
-    if abs(seen - prior) > CONTRADICTED * math.sqrt(variance + prior**2):
+    measured, variance = measured_loss(flips)
+    if abs(measured - prior) > CONTRADICTED * math.sqrt(variance + prior**2):
         prior = UNLIKE
-    loss = _PositiveNormal(seen - variance / prior, math.sqrt(variance))
-    answers_alone = _PositiveNormal(seen, math.sqrt(variance))
+    loss = _PositiveNormal(measured - variance / prior, math.sqrt(variance))
+    answers_alone = _PositiveNormal(measured, math.sqrt(variance))
     return ExpectedLoss(
         mean=min(loss.mean, 1.0),
         low=loss.quantile(TAIL),
@@ -167,7 +173,8 @@ class _PositiveNormal(NamedTuple):
         """Return its mean (Johnson, Kotz and Balakrishnan 1994, "Continuous Univariate Distributions", 13.10)."""
         cut = -self.location / self.deviation
         if cut > FAR:
-            return self.deviation * (1 / cut - 2 / cut**3)  # what is left of the asymptotic series is below 10 / cut**5
+            # Further terms of the asymptotic series are below 10 / cut**5.
+            return self.deviation * (1 / cut - 2 / cut**3)
         return self.location + self.deviation * _STANDARD.pdf(cut) / (1 - _STANDARD.cdf(cut))
 
     def quantile(self, share: float) -> float:
@@ -181,35 +188,36 @@ class _PositiveNormal(NamedTuple):
 
 def measured_loss(flips: Flips) -> tuple[float, float]:
     """Return the measured loss and its variance; see the head of this module."""
-    net = flips.worse - flips.better
-    seen = net / (flips.answers + 2)
-    variance = (flips.worse + flips.better + 1 - net * seen) / (flips.answers + 2) ** 2
-    return seen, variance
+    net_worse = flips.worse - flips.better
+    loss = net_worse / (flips.answers + 2)
+    variance = (flips.worse + flips.better + 1 - net_worse * loss) / (flips.answers + 2) ** 2
+    return loss, variance
 
 
 def mean_loss(losses: Sequence[ExpectedLoss]) -> ExpectedLoss:
     """Return the loss of prompts that are of each of several kinds equally often."""
-    measured = [loss.measured_high for loss in losses if loss.measured_high is not None]
+    measured_highs = [loss.measured_high for loss in losses if loss.measured_high is not None]
+    are_all_measured = len(measured_highs) == len(losses)
     return ExpectedLoss(
         mean=fmean(loss.mean for loss in losses),
         low=fmean(loss.low for loss in losses),
         high=fmean(loss.high for loss in losses),
         answers=sum(loss.answers for loss in losses),
         published_for_size=all(loss.published_for_size for loss in losses),
-        measured_high=fmean(measured) if len(measured) == len(losses) else None,
+        measured_high=fmean(measured_highs) if are_all_measured else None,
     )
 
 
 def mixed(first: ExpectedLoss, second: ExpectedLoss, share: float) -> ExpectedLoss:
     """Return the loss of prompts of which a share, 0..1, is of a first kind, and the rest of a second."""
-    rest = 1 - share
+    second_share = 1 - share
     measured_high = None
     if first.measured_high is not None and second.measured_high is not None:
-        measured_high = share * first.measured_high + rest * second.measured_high
+        measured_high = share * first.measured_high + second_share * second.measured_high
     return ExpectedLoss(
-        mean=share * first.mean + rest * second.mean,
-        low=share * first.low + rest * second.low,
-        high=share * first.high + rest * second.high,
+        mean=share * first.mean + second_share * second.mean,
+        low=share * first.low + second_share * second.low,
+        high=share * first.high + second_share * second.high,
         answers=first.answers,
         published_for_size=first.published_for_size,
         measured_high=measured_high,
@@ -233,17 +241,20 @@ def of_100(share: float) -> str:
 def _losses_of_class(
     precision: str, prompt_class: PromptClass, flips_by_kind: Mapping[Kind, Flips], parameters: float | None
 ) -> dict[Complexity, ExpectedLoss]:
+    """Return the expected loss by complexity; a more complex prompt loses no less than an easier one."""
     flips_of_class = {kind: flips for kind, flips in flips_by_kind.items() if kind[0] is prompt_class}
     scale = _scale(precision, flips_of_class, parameters)
-    by_complexity: dict[Complexity, ExpectedLoss] = {}
-    easier = NO_LOSS
+    losses_by_complexity: dict[Complexity, ExpectedLoss] = {}
+    easier_loss = NO_LOSS
     for complexity in Complexity:
         kind = (prompt_class, complexity)
         prior = min(published_loss(precision, kind, parameters) * scale, 1.0)
         flips = flips_by_kind.get(kind, Flips(0, 0, 0))
-        easier = _at_least(updated(prior, flips, published_for_size=is_published(parameters)), easier)
-        by_complexity[complexity] = easier
-    return by_complexity
+        own_loss = updated(prior, flips, published_for_size=is_published(parameters))
+        loss = _at_least(own_loss, easier_loss)
+        losses_by_complexity[complexity] = loss
+        easier_loss = loss
+    return losses_by_complexity
 
 
 def _scale(precision: str, flips_by_kind: Mapping[Kind, Flips], parameters: float | None) -> float:
@@ -256,12 +267,12 @@ def _scale(precision: str, flips_by_kind: Mapping[Kind, Flips], parameters: floa
         prior += published_loss(precision, kind, parameters) * flips.answers / answers
     if prior == 0:
         return 1.0
-    together = Flips(
-        answers,
-        sum(flips.worse for flips in flips_by_kind.values()),
-        sum(flips.better for flips in flips_by_kind.values()),
+    all_flips = Flips(
+        answers=answers,
+        worse=sum(flips.worse for flips in flips_by_kind.values()),
+        better=sum(flips.better for flips in flips_by_kind.values()),
     )
-    return updated(prior, together).mean / prior
+    return updated(prior, all_flips).mean / prior
 
 
 def _at_least(loss: ExpectedLoss, easier: ExpectedLoss) -> ExpectedLoss:

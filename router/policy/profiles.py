@@ -26,7 +26,8 @@ REFERENCE = TierName.PRECISE
 
 TOP_K = 10  # logprobs a token; vLLM's own maximum is 20 by default
 
-MIN_SPREAD = 0.05  # of log(seen / predicted): live requests scatter by this much even where the fit is perfect
+# Live requests scatter by this much in log(seen / predicted), even where the fit is perfect.
+MIN_SPREAD = 0.05
 
 
 class Frozen(BaseModel):
@@ -36,12 +37,19 @@ class Frozen(BaseModel):
 
 
 class Diagnosis(Frozen):
-    """How far a tier's tokens are from the reference's: tells how much changes, not whether answers get worse."""
+    """How far a tier's tokens are from the reference's: tells how much changes, not whether answers get worse.
 
-    tokens: int  # scored
-    disagreement: float  # share of them that are not the reference's first choice
-    kl: float  # mean divergence of the next-token distributions, in nats
-    regret: float  # mean log-probability, in nats a token, that the reference gives up against its own first choice
+    Attributes:
+        tokens: Number of scored tokens.
+        disagreement: Share of the tokens, 0..1, that are not the reference's first choice.
+        kl: Mean divergence of the next-token distributions, in nats.
+        regret: Mean log-probability, in nats a token, that the reference gives up against its own first choice.
+    """
+
+    tokens: int
+    disagreement: float
+    kl: float
+    regret: float
 
 
 class Flips(NamedTuple):
@@ -53,18 +61,28 @@ class Flips(NamedTuple):
 
 
 class AnswerCount(Frozen):
-    """How many answers to tasks of one kind are right, of the reference and of a tier to the same tasks."""
+    """How many answers to tasks of one kind are right, of the reference and of a tier to the same tasks.
+
+    Attributes:
+        asked: Tasks that the reference answered.
+        right: Tasks of these that the reference got right.
+        answered: Tasks that both answered.
+        worse: Tasks of these that the reference got right and the tier wrong.
+        better: Tasks of these that the tier got right and the reference wrong.
+        both: Tasks of these that both got right.
+        diagnosis: None: the answers were not scored.
+    """
 
     prompt_class: PromptClass
     complexity: Complexity
     tier: TierName
-    asked: int = Field(ge=0)  # tasks that the reference answered
-    right: int = Field(ge=0)  # of these, those that the reference got right
-    answered: int = Field(ge=0)  # tasks that both answered
-    worse: int = Field(ge=0)  # of these, those that the reference got right and the tier wrong; ``better``: the reverse
+    asked: int = Field(ge=0)
+    right: int = Field(ge=0)
+    answered: int = Field(ge=0)
+    worse: int = Field(ge=0)
     better: int = Field(ge=0)
-    both: int = Field(ge=0)  # those that both got right
-    diagnosis: Diagnosis | None = None  # None: not scored
+    both: int = Field(ge=0)
+    diagnosis: Diagnosis | None = None
 
     @property
     def flips(self) -> Flips:
@@ -79,15 +97,16 @@ class _Profile(Frozen):
     version: int
     created: AwareDatetime
     model: str
-    # digest of each tier's weights; None for engines given by URL, whose checkpoint is not known
+    # The digest of each tier's weights. It is None for engines given by URL, whose checkpoint is not known.
     checkpoints: dict[TierName, str | None]
 
     def _check_checkpoints(self, served: Mapping[TierName, str | None], path: Path) -> None:
         for tier, digest in served.items():
-            if (measured := self.checkpoints.get(tier)) != digest:
+            measured_digest = self.checkpoints.get(tier)
+            if measured_digest != digest:
                 raise ProfileError(
-                    f"the {self.kind} profile {path} was measured on another checkpoint of {tier}: {_short(measured)}, "
-                    f"here is {_short(digest)}; run 'qarr profile {self.kind}' again"
+                    f"the {self.kind} profile {path} was measured on another checkpoint of {tier}: "
+                    f"{_short(measured_digest)}, here is {_short(digest)}; run 'qarr profile {self.kind}' again"
                 )
 
 
@@ -122,9 +141,10 @@ def profile_name(checkpoints: Mapping[TierName, str | None], adapter: str | None
 
 
 def _digests(checkpoints: Mapping[TierName, str | None]) -> list[str | None]:
-    """Return what is served in a fixed order; of tiers that not every fleet has, with their names."""
-    added = [f"{tier} {checkpoints[tier]}" for tier in in_order(checkpoints) if tier not in STANDARD_TIERS]
-    return [*(checkpoints.get(tier) for tier in STANDARD_TIERS), *added]
+    """Return the digests of what is served, in a fixed order; those of added tiers with their names."""
+    standard_digests = [checkpoints.get(tier) for tier in STANDARD_TIERS]
+    added_digests = [f"{tier} {checkpoints[tier]}" for tier in in_order(checkpoints) if tier not in STANDARD_TIERS]
+    return [*standard_digests, *added_digests]
 
 
 _P = TypeVar("_P", bound=_Profile)
@@ -148,9 +168,11 @@ def _load(profile: type[_P], path: Path) -> _P:
 
 
 def first_fault(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(map(str, first["loc"]))
-    return f"{where}: {first['msg']}" if where else str(first["msg"])
+    """Return the first fault that pydantic found, with the field that has it."""
+    fault = error.errors(include_url=False, include_input=False)[0]
+    field = ".".join(map(str, fault["loc"]))
+    message = str(fault["msg"])
+    return f"{field}: {message}" if field else message
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -158,10 +180,10 @@ def percentile(values: Sequence[float], share: float) -> float:
     if not values:
         return 0.0
     ordered = sorted(values)
-    at = share * (len(ordered) - 1)
-    below = int(at)
+    position = share * (len(ordered) - 1)
+    below = int(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (at - below) * (ordered[above] - ordered[below])
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
 
 
 class Sample(Frozen):
@@ -205,8 +227,9 @@ class Fit(Frozen):
     @property
     def model(self) -> SpeedModel:
         figures = self.model_dump(exclude={"tier", "ttft_error", "tpot_error", "samples"})
-        spreads = {name: max(figures[name], MIN_SPREAD) for name in ("ttft_spread", "tpot_spread")}
-        return SpeedModel(**figures | spreads, profiled=True)
+        figures["ttft_spread"] = max(self.ttft_spread, MIN_SPREAD)
+        figures["tpot_spread"] = max(self.tpot_spread, MIN_SPREAD)
+        return SpeedModel(**figures, profiled=True)
 
 
 class LatencyProfile(_Profile):
@@ -220,10 +243,12 @@ class LatencyProfile(_Profile):
 
     def with_others(self, earlier: LatencyProfile) -> LatencyProfile:
         """Return the profile with an earlier one's measurements of the tiers that it leaves out."""
-        own = {fit.tier for fit in self.fits}
-        fits = (*self.fits, *(fit for fit in earlier.fits if fit.tier not in own))
-        samples = (*self.samples, *(sample for sample in earlier.samples if sample.tier not in own))
-        return self.model_copy(update={"fits": fits, "samples": samples})
+        own_tiers = {fit.tier for fit in self.fits}
+        earlier_fits = [fit for fit in earlier.fits if fit.tier not in own_tiers]
+        earlier_samples = [sample for sample in earlier.samples if sample.tier not in own_tiers]
+        return self.model_copy(
+            update={"fits": (*self.fits, *earlier_fits), "samples": (*self.samples, *earlier_samples)}
+        )
 
     def check(self, checkpoints: Mapping[TierName, str | None], machine: str, path: Path) -> Self:
         """Return the profile if it is of these checkpoints on this machine; ``ProfileError``: it is of others."""
@@ -237,7 +262,7 @@ class LatencyProfile(_Profile):
 
 
 def latency_name(checkpoints: Mapping[TierName, str | None], machine: str) -> str:
-    parts = _digests(checkpoints), machine
+    parts = (_digests(checkpoints), machine)
     return f"latency-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.json"
 
 

@@ -27,18 +27,22 @@ from classifier.kinds import Complexity
 from tiers.quantization import quantizations_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     Kind = tuple[PromptClass, Complexity]
 
 PUBLISHED_PARAMETERS = 7e9  # size of the smallest models whose losses are published by task
 SIZE_EXPONENT = 0.2261
-MOST_STEPS = 1.0  # in complexity
+MOST_STEPS = 1.0  # a task counts as at most so many steps more complex
 LARGEST_MEAN = 0.5  # share of answers: no precision that is served loses more than half
 
+
+def _by_class(losses: Mapping[str, list[float]]) -> dict[PromptClass, list[float]]:
+    return {PromptClass(name): by_complexity for name, by_complexity in losses.items()}
+
+
 _FILE = tomllib.loads(Path(__file__).with_name("published_losses.toml").read_text("utf-8"))
-_LOSSES: dict[str, dict[PromptClass, list[float]]] = {
-    row: {PromptClass(kind): by_complexity for kind, by_complexity in kinds.items()}
-    for row, kinds in _FILE["losses"].items()
-}
+_LOSSES = {row: _by_class(losses) for row, losses in _FILE["losses"].items()}
 _LIKE = {name: (str(like["row"]), float(like["factor"])) for name, like in _FILE["like"].items()}
 CLASSES = tuple(_LOSSES["int4"])
 
@@ -55,8 +59,10 @@ def published_loss(precision: str, kind: Kind, parameters: float | None) -> floa
     for quantization in quantizations_of(precision):
         row, factor = _LIKE[quantization]
         means.append(_mean(row, kind, parameters) * factor)
-    unknown = 0.0 if parameters is None else _decades_below(parameters)
-    return min(max(means) * (1 + unknown), LARGEST_MEAN)
+    mean = max(means)
+    if parameters is not None:
+        mean *= 1 + _decades_below(parameters)
+    return min(mean, LARGEST_MEAN)
 
 
 def is_published(parameters: float | None) -> bool:
@@ -67,14 +73,14 @@ def is_published(parameters: float | None) -> bool:
 def _mean(row: str, kind: Kind, parameters: float | None) -> float:
     prompt_class, complexity = kind
     by_complexity = _LOSSES[row][prompt_class]
-    own = tuple(Complexity).index(complexity)
+    position = tuple(Complexity).index(complexity)
+    own_loss = by_complexity[position]
     if parameters is None or parameters >= PUBLISHED_PARAMETERS:
-        return by_complexity[own]
-    harder = min(own + 1, len(by_complexity) - 1)
+        return own_loss
+    harder_loss = by_complexity[min(position + 1, len(by_complexity) - 1)]
     step = min(_decades_below(parameters), MOST_STEPS)
-    as_hard = _between(by_complexity[own], by_complexity[harder], step)
     growth: float = (PUBLISHED_PARAMETERS / parameters) ** SIZE_EXPONENT
-    return as_hard * growth
+    return _between(own_loss, harder_loss, step) * growth
 
 
 def _between(first: float, second: float, share: float) -> float:

@@ -14,10 +14,11 @@ from tiers.spec import TierName
 
 
 def render_estimates(decision: Decision) -> list[dict[str, Any]]:
-    return [_estimate(each, verdict(decision.choice, each)) for each in decision.choice.estimates]
+    choice = decision.choice
+    return [_render_estimate(estimate, verdict(choice, estimate)) for estimate in choice.estimates]
 
 
-def _estimate(estimate: Estimate, verdict: str) -> dict[str, Any]:
+def _render_estimate(estimate: Estimate, verdict_text: str) -> dict[str, Any]:
     loss = render_loss(estimate.loss)
     return {
         "tier": estimate.tier,
@@ -30,7 +31,7 @@ def _estimate(estimate: Estimate, verdict: str) -> dict[str, Any]:
         "loss_source": loss["source"],
         "cost": estimate.rounded_cost,
         "cached_prompt_tokens": estimate.cached,
-        "verdict": verdict,
+        "verdict": verdict_text,
     }
 
 
@@ -80,12 +81,21 @@ def render_features(features: PromptFeatures) -> dict[str, Any]:
 
 
 def render_budget(policy: PolicyStore) -> dict[str, Any]:
-    tally, rule = policy.tally, policy.table.loss_budget
-    counted = max(tally.answers, 1)
+    tally = policy.tally
+    loss_budget = policy.table.loss_budget
+    rule = {"like": loss_budget} if isinstance(loss_budget, TierName) else loss_budget
+    mean = None
+    budget = None
+    saved = None
+    if tally.answers:
+        mean = round(tally.lost / tally.answers, 5)
+        budget = round(tally.allowed / tally.answers, 5)
+    if tally.highest:
+        saved = round(1 - tally.spent / tally.highest, 4)
     return {
-        "rule": {"like": rule} if isinstance(rule, TierName) else rule,
+        "rule": rule,
         "answers": tally.answers,
-        "mean": round(tally.lost / counted, 5) if tally.answers else None,
-        "budget": round(tally.allowed / counted, 5) if tally.answers else None,
-        "saved": round(1 - tally.spent / tally.highest, 4) if tally.highest else None,
+        "mean": mean,
+        "budget": budget,
+        "saved": saved,
     }

@@ -27,7 +27,7 @@ from router.policy.profiles import (
     profile_name,
 )
 from router.policy.settings import LikeTier
-from tiers.spec import PRECISIONS, UNKNOWN
+from tiers.spec import PRECISIONS, UNKNOWN, TierName
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -39,14 +39,16 @@ if TYPE_CHECKING:
     from router.policy.profiles import AnswerCount
     from router.policy.settings import PolicySettings
     from tiers.fleet import Fleet
-    from tiers.spec import TierName, TierSpec
+    from tiers.spec import TierSpec
     from tiers.speed import SpeedModel
 
 log = logging.getLogger(f"qarr.{__name__}")
-LOOK_S = 2.0
-HOPELESS = 10  # tasks of a kind, of which less than one that a precision gets right: it is too hard for the model
-MOST_MEANT = 0.05  # share of answers: a larger bound is likely to be one of tokens, as earlier releases had it
-POINTLESS_BATCH = 4  # sequences, at which speeds are compared too
+PROFILE_POLL_S = 2.0
+# A kind is too hard for the model if out of this many tasks no precision gets one right: it is not measured further.
+HOPELESS = 10
+# Share of answers. A larger bound is likely to be meant as a share of tokens, which earlier releases counted.
+MOST_MEANT = 0.05
+POINTLESS_BATCH = 4  # speeds are compared for a lone sequence, and for so many at once
 WHERE_IT_PAYS = (
     "That is usual for small models on a CPU; on a GPU reading the weights takes most of the time, so fewer bits are "
     "usually faster. The router works all the same and knows which tier is faster."
@@ -57,11 +59,11 @@ WHERE_IT_PAYS = (
 class LossTally:
     """Answers since the start whose tier the policy chose."""
 
-    answers: int = 0  # their number
-    lost: float = 0.0  # of them, expected to be worse than the highest precision's
-    allowed: float = 0.0  # of them, those that the loss budget would have allowed to be worse
-    spent: float = 0.0  # predicted engine time of those whose cost at the highest precision was known too
-    highest: float = 0.0  # what these would have taken there
+    answers: int = 0
+    lost: float = 0.0  # number expected to be worse than the highest precision's
+    allowed: float = 0.0  # number that the loss budget would have allowed to be worse
+    spent: float = 0.0  # predicted engine time of the answers whose cost at the highest precision was known too
+    highest: float = 0.0  # predicted engine time of the same answers at the highest precision
 
 
 class PolicyStore:
@@ -72,8 +74,8 @@ class PolicyStore:
         self._fleet = fleet
         self._model = model
         self.tally = LossTally()
-        self._asked: Counter[Kind] = Counter()
-        self._seen: list[object] = []
+        self._requests_by_kind: Counter[Kind] = Counter()
+        self._loaded_state: list[object] = []
         self.quality: QualityProfile | None = None
         self.table = policy_table(settings, fleet.specs, self._parameters)
         self._load()
@@ -93,15 +95,21 @@ class PolicyStore:
         return {spec.name: spec.identity for spec in self._fleet.specs}
 
     @property
-    def _files(self) -> tuple[Path, Path]:
-        identities, folder = self._identities, self._settings.profiles
-        return folder / profile_name(identities), folder / latency_name(identities, self._fleet.machine)
+    def _quality_file(self) -> Path:
+        return self._settings.profiles / profile_name(self._identities)
+
+    @property
+    def _latency_file(self) -> Path:
+        return self._settings.profiles / latency_name(self._identities, self._fleet.machine)
 
     @property
     def _adapter_files(self) -> dict[str, Path]:
-        names = {name for spec in self._fleet.specs for name in spec.adapters}
-        identities, folder = self._identities, self._settings.profiles
-        return {name: folder / profile_name(identities, name) for name in sorted(names)}
+        adapters: set[str] = set()
+        for spec in self._fleet.specs:
+            adapters.update(spec.adapters)
+        identities = self._identities
+        folder = self._settings.profiles
+        return {adapter: folder / profile_name(identities, adapter) for adapter in sorted(adapters)}
 
     def successors(self, tier: TierName, query: Query) -> tuple[TierName, ...]:
         return successors(tier, query, self._fleet.snapshot(), self.table)
@@ -109,102 +117,144 @@ class PolicyStore:
     def served(self, decision: Decision, tier: TierName | None) -> None:
         """Count the expected loss of a request's answer, unless its caller chose the ``tier`` (None: nobody served it)."""
         features = decision.query.features
-        self._asked[features.prompt_class, features.complexity or Complexity.MODERATE] += 1
+        self._requests_by_kind[features.prompt_class, features.complexity or Complexity.MODERATE] += 1
         if tier is None or (decision.basis in BY_CALLER and tier is decision.tier):
             return
-        table, tally = self.table.with_adapter(decision.query.adapter), self.tally
+        table = self.table.with_adapter(decision.query.adapter)
+        tally = self.tally
         tally.answers += 1
         tally.lost += table.loss(tier, features).mean
         tally.allowed += max(table.budget(tier), table.negligible_loss)
-        chosen, highest = decision.choice.chosen, decision.choice.estimates[-1].cost
-        if chosen is not None and chosen.tier is tier and chosen.cost is not None and highest is not None:
+        chosen = decision.choice.chosen
+        cost_at_highest = decision.choice.estimates[-1].cost
+        if chosen is not None and chosen.tier is tier and chosen.cost is not None and cost_at_highest is not None:
             tally.spent += chosen.cost
-            tally.highest += highest
+            tally.highest += cost_at_highest
 
     def worth(self, tier: TierName, kind: Kind) -> float:
         """Return what one more measured answer of a kind tells: width of the interval * share of traffic.
 
         0: decisions no longer depend on it, because its interval lies on one side of every bound on loss.
         """
-        table, loss = self.table, self.table.losses[tier][kind[0]][kind[1]]
-        share = (self._asked[kind] + 1) / (self._asked.total() + 1)
+        prompt_class, complexity = kind
+        loss = self.table.losses[tier][prompt_class][complexity]
+        share = (self._requests_by_kind[kind] + 1) / (self._requests_by_kind.total() + 1)
         if loss.answers < ENOUGH:
-            asked = sum(c.asked for c in self._counts(tier) if (c.prompt_class, c.complexity) == kind)
-            hopeless = asked >= ENOUGH and loss.answers * HOPELESS < asked
-            return 0.0 if hopeless else (1 + ENOUGH - loss.answers) * share / (1 + asked)
-        bounds = table.negligible_loss, table.budget(tier), table.max_loss.get(kind[0], table.negligible_loss)
-        return (loss.high - loss.low) * share if any(loss.low <= bound <= loss.high for bound in bounds) else 0.0
+            return self._worth_of_few(tier, kind, loss.answers, share=share)
+        negligible_loss = self.table.negligible_loss
+        bounds = (
+            negligible_loss,
+            self.table.budget(tier),
+            self.table.max_loss.get(prompt_class, negligible_loss),
+        )
+        if any(loss.low <= bound <= loss.high for bound in bounds):
+            return (loss.high - loss.low) * share
+        return 0.0
+
+    def _worth_of_few(self, tier: TierName, kind: Kind, answers: int, *, share: float) -> float:
+        """Return what one more answer tells of a kind with too few answers to state an interval by."""
+        tasks = 0
+        for count in self._counts(tier):
+            if (count.prompt_class, count.complexity) == kind:
+                tasks += count.asked
+        is_hopeless = tasks >= ENOUGH and answers * HOPELESS < tasks
+        if is_hopeless:
+            return 0.0
+        return (1 + ENOUGH - answers) * share / (1 + tasks)
 
     def _counts(self, tier: TierName) -> tuple[AnswerCount, ...]:
-        return self.quality.of(tier) if self.quality is not None else ()
+        return () if self.quality is None else self.quality.of(tier)
 
     @property
     def pointless(self) -> dict[TierName, str]:
         """Return the tiers that may not pay, because a higher precision is faster and loses less, with words for people."""
-        speeds, found = self._fleet.speeds, {}
+        speeds = self._fleet.speeds
         specs = [spec for spec in self._fleet.specs if spec.name in speeds]
-        means = {spec.name: _mean(self.table.losses.get(spec.name, {})) for spec in specs}
-        for n, lower in enumerate(specs):
-            for higher in specs[n + 1 :]:
-                slow, fast = speeds[lower.name], speeds[higher.name]
-                batches = (1, min(POINTLESS_BATCH, lower.max_num_seqs))
-                if means[lower.name] >= means[higher.name] and all(slow.step_ms(b) > fast.step_ms(b) for b in batches):
-                    times = (
-                        f"a token takes {slow.step_ms(1):.0f} ms there and {fast.step_ms(1):.0f} ms on {higher.name}"
+        texts: dict[TierName, str] = {}
+        for position, lower in enumerate(specs):
+            for higher in specs[position + 1 :]:
+                if self._is_pointless_beside(lower, higher):
+                    texts[lower.name] = _pointless_text(
+                        lower.name, higher.name, lower_speed=speeds[lower.name], higher_speed=speeds[higher.name]
                     )
-                    found[lower.name] = (
-                        f"{lower.name} may not pay with this model on this machine: {times}, which also loses fewer "
-                        f"answers. {WHERE_IT_PAYS} To leave {lower.name} out: tiers.{lower.name}.replicas = 0."
-                    )
-        return found
+        return texts
+
+    def _is_pointless_beside(self, lower: TierSpec, higher: TierSpec) -> bool:
+        """Tell whether a higher precision is faster than a lower one, and loses no more."""
+        losses_by_tier = self.table.losses
+        if _mean(losses_by_tier.get(lower.name, {})) < _mean(losses_by_tier.get(higher.name, {})):
+            return False
+        lower_speed = self._fleet.speeds[lower.name]
+        higher_speed = self._fleet.speeds[higher.name]
+        batches = (1, min(POINTLESS_BATCH, lower.max_num_seqs))
+        return all(lower_speed.step_ms(batch) > higher_speed.step_ms(batch) for batch in batches)
 
     @property
     def measured(self) -> frozenset[TierName]:
-        quality = self.quality
-        return frozenset({c.tier for c in quality.counts} | {REFERENCE}) if quality and quality.whole else frozenset()
+        """Return the tiers whose quality needs no more measuring."""
+        if self.quality is None or not self.quality.whole:
+            return frozenset()
+        return frozenset({count.tier for count in self.quality.counts} | {REFERENCE})
 
     async def watch(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(PROFILE_POLL_S)
             self.reload()
 
     def reload(self) -> None:
         """Load the profiles again if one was made, changed or removed, or a tier serves another precision."""
-        if self._state() != self._seen:
+        if self._state() != self._loaded_state:
             self._load()
             log.info("profiles loaded from %s", self._settings.profiles)
 
     def _state(self) -> list[object]:
-        files = [_changed(path) for path in (*self._files, *self._adapter_files.values())]
-        return [*files, *(spec.precision for spec in self._fleet.specs)]
+        """Return what the parameters depend on besides the settings: when files were changed, and the precisions."""
+        paths = (self._quality_file, self._latency_file, *self._adapter_files.values())
+        changes = [_changed(path) for path in paths]
+        precisions = [spec.precision for spec in self._fleet.specs]
+        return [*changes, *precisions]
 
     def _load(self) -> None:
         """Load the profiles that are there; one that cannot be used counts as not measured, and the router serves on."""
-        quality_file, latency_file = self._files
-        self._seen = self._state()
+        quality_file = self._quality_file
+        latency_file = self._latency_file
+        self._loaded_state = self._state()
         self.quality = self._profile(quality_file)
-        latency = None
+        speeds = self._measured_speeds(latency_file)
+        adapters = {adapter: self._profile(path) for adapter, path in self._adapter_files.items()}
+        self.table = policy_table(
+            self._settings, self._fleet.specs, parameters=self._parameters, profile=self.quality, adapters=adapters
+        )
+        self._rank_by_loss()
+        self._set_speeds(speeds)
+        for text in self.pointless.values():
+            log.info("%s", text)
+
+    def _measured_speeds(self, path: Path) -> dict[TierName, SpeedModel]:
         try:
-            if latency_file.exists():
-                latency = load_latency(latency_file).check(self._identities, self._fleet.machine, latency_file)
+            if path.exists():
+                latency = load_latency(path).check(self._identities, self._fleet.machine, path)
+                return {fit.tier: fit.model for fit in latency.fits}
         except ProfileError as error:
             log.warning("%s; speed counts as not measured under load", error)
-        adapters = {name: self._profile(path) for name, path in self._adapter_files.items()}
-        self.table = policy_table(self._settings, self._fleet.specs, self._parameters, self.quality, adapters)
-        measured = {count.tier for count in self.quality.counts} if self.quality is not None else ()
+        return {}
+
+    def _rank_by_loss(self) -> None:
+        """Give the fleet the measured losses: they tell which tier stands above which."""
+        counts = () if self.quality is None else self.quality.counts
+        measured_tiers = {count.tier for count in counts}
+        losses_by_tier = self.table.losses
         self._fleet.rank_by_loss(
-            {tier: _mean(self.table.losses[tier]) for tier in measured if tier in self.table.losses}
+            {tier: _mean(losses_by_tier[tier]) for tier in measured_tiers if tier in losses_by_tier}
         )
-        self._set_speeds({fit.tier: fit.model for fit in latency.fits} if latency is not None else {})
-        for why in self.pointless.values():
-            log.info("%s", why)
 
     def _profile(self, path: Path) -> QualityProfile | None:
         try:
-            return load_profile(path).check(self._identities, path) if path.exists() else None
+            if path.exists():
+                return load_profile(path).check(self._identities, path)
         except ProfileError as error:
             log.warning("%s; published losses count", error)
-            return None
+        return None
 
     def _set_speeds(self, speeds: dict[TierName, SpeedModel]) -> None:
         """Give the fleet the measured speeds. The supervisor passes them to replicas, and measures idle ones without."""
@@ -231,25 +281,40 @@ def policy_table(
         adapters: What was measured of LoRA adapters, by name.
     """
     specs = tuple(specs)
-    bounds = {f"policy.max_loss.{kind.value}": most for kind, most in policy.max_loss.items()}
-    for name, most in ({"policy.loss_budget": policy.loss_budget} | bounds).items():
-        if not isinstance(most, LikeTier) and most > MOST_MEANT:
-            log.warning("%s = %g lets %s answers get worse: it counts answers, not tokens", name, most, of_100(most))
-    of_adapters: dict[str, dict[TierName, Losses]] = {}
+    loss_budget = policy.loss_budget.like if isinstance(policy.loss_budget, LikeTier) else policy.loss_budget
+    if not isinstance(loss_budget, TierName):
+        _warn_of_large_bound("policy.loss_budget", loss_budget)
+    for prompt_class, bound in policy.max_loss.items():
+        _warn_of_large_bound(f"policy.max_loss.{prompt_class.value}", bound)
+    losses_by_adapter: dict[str, dict[TierName, Losses]] = {}
     if adapters:
-        of_adapters = {name: _losses(specs, found, parameters) for name, found in adapters.items()}
-        of_adapters[""] = _losses(specs, None, parameters)
+        for adapter, adapter_profile in adapters.items():
+            losses_by_adapter[adapter] = _losses(specs, adapter_profile, parameters)
+        losses_by_adapter[""] = _losses(specs, None, parameters)
     return PolicyParameters(
         losses=_losses(specs, profile, parameters),
         max_loss=policy.max_loss,
         objective=policy.objective,
-        loss_budget=policy.loss_budget.like if isinstance(policy.loss_budget, LikeTier) else policy.loss_budget,
+        loss_budget=loss_budget,
         negligible_loss=policy.negligible_loss,
         sla_confidence=policy.sla_confidence,
         give_up=policy.give_up,
         max_slowdown=policy.max_slowdown,
         prices=policy.prices,
-        adapters=of_adapters,
+        adapters=losses_by_adapter,
+    )
+
+
+def _warn_of_large_bound(name: str, bound: float) -> None:
+    if bound > MOST_MEANT:
+        log.warning("%s = %g lets %s answers get worse: it counts answers, not tokens", name, bound, of_100(bound))
+
+
+def _pointless_text(lower: TierName, higher: TierName, *, lower_speed: SpeedModel, higher_speed: SpeedModel) -> str:
+    times = f"a token takes {lower_speed.step_ms(1):.0f} ms there and {higher_speed.step_ms(1):.0f} ms on {higher}"
+    return (
+        f"{lower} may not pay with this model on this machine: {times}, which also loses fewer answers. {WHERE_IT_PAYS} "
+        f"To leave {lower} out: tiers.{lower}.replicas = 0."
     )
 
 
@@ -259,17 +324,21 @@ def _losses(
     expected = {}
     for spec in specs:
         if spec.name is not REFERENCE:
-            counts = profile.of(spec.name) if profile is not None else ()
+            counts = () if profile is None else profile.of(spec.name)
             expected[spec.name] = losses(_precision(spec), counts, parameters)
     return expected
 
 
 def _precision(spec: TierSpec) -> str:
-    return PRECISIONS.get(spec.name, UNKNOWN) if spec.precision == UNKNOWN else spec.precision
+    if spec.precision == UNKNOWN:
+        return PRECISIONS.get(spec.name, UNKNOWN)
+    return spec.precision
 
 
-def _mean(of_tier: Mapping[PromptClass, Mapping[Complexity, ExpectedLoss]]) -> float:
-    means = [loss.mean for each in of_tier.values() for loss in each.values()]
+def _mean(losses_by_class: Mapping[PromptClass, Mapping[Complexity, ExpectedLoss]]) -> float:
+    means: list[float] = []
+    for losses_by_complexity in losses_by_class.values():
+        means += [loss.mean for loss in losses_by_complexity.values()]
     return fmean(means) if means else 0.0
 
 

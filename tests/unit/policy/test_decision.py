@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pickle
+from typing import get_args
 
 import pytest
 from msgspec.structs import replace
 
 from classifier import PromptClass
 from classifier.kinds import Complexity
-from router.policy.decide import decide, fallbacks
-from router.policy.decision import PolicyParameters, RequestRefusedError, Sla
+from router.policy.decide import LIKELIEST_TO_PASS, decide, fallbacks
+from router.policy.decision import Obstacle, PolicyParameters, Refusal, RequestRefusedError, Sla
 from router.policy.explain import CHOSEN, verdict
 from router.policy.losses import NO_LOSS, ExpectedLoss
 from tests.unit.policy.test_decide import MEASURED, PROFILED, TABLE, features, fleet, query, said
@@ -93,3 +94,11 @@ def test_a_refusal_has_reports_and_no_chosen_one() -> None:
     assert decision.chosen is None
     assert len(said(decision)) == 3
     assert str(RequestRefusedError(decision)) == "fast is failed; balanced is failed; precise is failed"
+
+
+def test_every_refusal_but_that_of_bounds_is_an_obstacle() -> None:
+    """Each obstacle has its place in the order in which they pass."""
+    obstacles = set(get_args(Obstacle))
+    assert obstacles == set(Refusal) - {Refusal.SLA_UNMET}
+    assert obstacles == set(LIKELIEST_TO_PASS)
+    assert len(LIKELIEST_TO_PASS) == len(obstacles)
