@@ -6,7 +6,7 @@ from router.settings import Settings
 from tiers.lifecycle.canary import Canary
 from tiers.lifecycle.discovery import DiscoveryOptions
 from tiers.lifecycle.operations import OperationOptions
-from tiers.lifecycle.supervisor import SupervisorOptions
+from tiers.lifecycle.options import SupervisorOptions
 from tiers.lifecycle.watchdog import WatchdogOptions
 from tiers.replica import FleetOptions
 

@@ -32,25 +32,38 @@ class KeptFor(StrEnum):
 
 
 class Hop(Struct, eq=False):
-    """A request to an engine or to the overflow. Times are in seconds by the monotonic clock."""
+    """A request to an engine or to the overflow. Times are in seconds by the monotonic clock.
 
-    operation: str  # the GenAI conventions' name of it
-    model: str  # as the engine calls it
+    Attributes:
+        operation: Its name by the GenAI conventions.
+        model: The engine's name of the model.
+        tier: The tier that is asked; None: the overflow is.
+        number: Number of attempts that failed before this one.
+        first_token_at: When the first token came; None: none has come yet.
+        ended: When it ended; None: it has not ended yet.
+        result: Span attributes that are known at its end.
+        message: The text of its exception; empty: there was none.
+        span: Its span until it ends; None: the request is not traced.
+        headers: Headers by which the engine joins its spans to the trace.
+    """
+
+    operation: str
+    model: str
     url: str
     began: float
-    tier: TierName | None = None  # None: the overflow is asked
+    tier: TierName | None = None
     replica: str = ""
     precision: str = ""
     checkpoint: str = ""
-    number: int = 0  # attempts that failed before this one
+    number: int = 0
     overflow: str = ""
     streamed: bool = True
-    first_token_at: float | None = None  # None: there was none yet
-    ended: float | None = None  # None: it has not ended yet
-    result: dict[str, Any] = field(default_factory=dict)  # span attributes at its end; None: not known
-    message: str = ""  # what its exception says; empty: there was none
-    span: Span | None = None  # until it ends, where the request is traced
-    headers: Sequence[tuple[bytes, bytes]] = ()  # that tell the engine of its trace
+    first_token_at: float | None = None
+    ended: float | None = None
+    result: dict[str, Any] = field(default_factory=dict)
+    message: str = ""
+    span: Span | None = None
+    headers: Sequence[tuple[bytes, bytes]] = ()
 
 
 class Event(NamedTuple):
@@ -62,63 +75,105 @@ class Event(NamedTuple):
 
 
 class Journey(Struct, eq=False):
-    """One request's way through the router. Times are in seconds by the monotonic clock."""
+    """One request's way through the router. Times are in seconds by the monotonic clock.
 
-    arrived: float  # when the whole request was there
-    began: float  # when classification began
-    classified: float  # when its prompt was read and classified
-    decided: float  # when its tier was chosen
-    prompt: str = ""  # until the spans are made, where prompts are to be on them
-    # begin and end of its time in the queue, if it was there
+    Attributes:
+        arrived: When the request was complete.
+        began: When classification began.
+        classified: When the prompt was classified.
+        decided: When the tier was chosen.
+        prompt: The prompt until the spans are made; empty: prompts are not to be on them.
+        waits: Begin and end of each time in the queue.
+        hops: Its requests to engines and to the overflow.
+        events: Further events of its server span.
+    """
+
+    arrived: float
+    began: float
+    classified: float
+    decided: float
+    prompt: str = ""
     waits: list[tuple[float, float]] = field(default_factory=list)
     hops: list[Hop] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
 
 def error_name(error: BaseException) -> str:
-    """Return an error's name in metrics, spans and records: its class's, of our own without the last word."""
+    """Return an error's name in metrics, spans and records: its class's name, for our own classes without "Error"."""
     kind = type(error)
-    return kind.__name__.removesuffix("Error") if kind.__module__.startswith("router.") else kind.__name__
+    if kind.__module__.startswith("router."):
+        return kind.__name__.removesuffix("Error")
+    return kind.__name__
 
 
 JOURNEY: ContextVar[Journey | None] = ContextVar("qarr_journey", default=None)  # the present request's
 
 
 class Served(NamedTuple):
-    tier: TierName | None = None  # that began its answer; None: none did
+    """Who answered a request.
+
+    Attributes:
+        tier: The tier that began the answer; None: no tier did.
+        replica: The replica that began it.
+        precision: The precision of that tier.
+        checkpoint: The first digits of the digest of that tier's weights.
+        attempts_failed: Number of attempts that failed before.
+        continued_on: The tiers that continued the answer after failures, in order.
+        overflow: The name of the server outside of the fleet that answered; None: none did.
+        overflow_failure: Why that server did not answer: ``full``, ``paused`` or ``unsupported`` if it was not asked, else
+            ``failed`` or ``cancelled``; None: it answered, or there was no need.
+    """
+
+    tier: TierName | None = None
     replica: str | None = None
-    precision: str | None = None  # of that tier
-    checkpoint: str | None = None  # first digits of the digest of that tier's weights
+    precision: str | None = None
+    checkpoint: str | None = None
     attempts_failed: int = 0
-    continued_on: tuple[TierName, ...] = ()  # tiers that continued its answer after failures, in order
-    overflow: str | None = None  # name of the server outside of the fleet that answered; None: none did
-    # why that server did not answer: ``full``, ``paused`` or ``unsupported``, so that it was not asked; ``failed`` or
-    # ``cancelled``; None: it did, or there was no need
+    continued_on: tuple[TierName, ...] = ()
+    overflow: str | None = None
     overflow_failure: str | None = None
 
 
 class Tokens(NamedTuple):
+    """Tokens of a request.
+
+    Attributes:
+        prompt: Tokens of its prompt.
+        output: Tokens of its answers.
+        cached: Prompt tokens that the engine found in its prefix cache; None: the engine does not report them.
+        predicted_cached: Prompt tokens that were expected there when the request was sent; None: nothing was expected.
+    """
+
     prompt: int
     output: int = 0
-    # of its prompt, found in the engine's prefix cache, as the engine reports it; None: it does not
     cached: int | None = None
-    predicted_cached: int | None = None  # the same, as expected when the request was sent
+    predicted_cached: int | None = None
 
 
 class Times(NamedTuple):
-    """Times of a request; None: not measured."""
+    """Times of a request; None: not measured.
 
-    queue_ms: float  # wait for a slot
-    overhead_ms: float | None  # from its arrival until it was sent to an engine, without the queue
-    ttft_ms: float | None  # from its arrival to its first token, queue included
-    tpot_ms: float | None  # mean time between tokens
-    duration_ms: float  # from its arrival to its last byte
+    Attributes:
+        queue_ms: Its wait for a slot.
+        overhead_ms: From its arrival until it was sent to an engine, without the queue.
+        ttft_ms: From its arrival to its first token, with the queue.
+        tpot_ms: Mean time between tokens.
+        duration_ms: From its arrival to its last byte.
+    """
+
+    queue_ms: float
+    overhead_ms: float | None
+    ttft_ms: float | None
+    tpot_ms: float | None
+    duration_ms: float
 
 
 class TierUsage(NamedTuple):
+    """Tokens that a tier has computed of a request; ``cached`` are those of the prompt that its prefix cache held."""
+
     tier: TierName
     prompt: int
-    cached: int  # of the prompt's, those in its prefix cache
+    cached: int
     output: int
 
 
@@ -139,27 +194,42 @@ FREE = Cost()
 
 
 class RequestRecord(Struct, frozen=True):
-    at: float  # when it arrived, in seconds since 1970
+    """A request that has ended.
+
+    Attributes:
+        at: When it arrived, in seconds since 1970.
+        route: The endpoint's path.
+        key_id: The id of the caller's key; empty: the router has no keys.
+        team: The team of that key; empty: it has none.
+        decision: The decision that admitted or refused it.
+        error: The code of a refusal, or the kind of error; None: there was none.
+        sla_met: Whether its own bounds on times were met; None: it had none, or its caller left before.
+        kept_for: Why the record is kept.
+        why_not: Why it failed or was refused after the decision, for operators; empty: it did not, or nothing tells.
+        usage: What tiers computed of it; empty for callers without a key.
+        cost: What its caller's budgets were charged; None: the caller has none.
+        journey: Its way through the router, for its trace; None: not known.
+    """
+
+    at: float
     request_id: str
     trace_id: str
-    route: str  # the endpoint's path
-    key_id: str  # of the caller's key; empty without keys
-    team: str  # of that key; empty: none
+    route: str
+    key_id: str
+    team: str
     priority: Priority
-    decision: Decision  # the one that admitted or refused it
+    decision: Decision
     outcome: Outcome
-    error: str | None  # code of a refusal, or the kind of error
+    error: str | None
     served: Served
     tokens: Tokens
     times: Times
-    # whether its own bounds on times were met; None: it had none, or its caller left before
     sla_met: bool | None = None
     kept_for: KeptFor = KeptFor.RECENT
-    # why it failed or was refused after the decision, for operators; empty: it was not, or nothing tells
     why_not: str = ""
-    usage: tuple[TierUsage, ...] = ()  # what tiers computed of it; only of callers with a key
-    cost: Cost | None = None  # charged to its caller's budgets; None: it has none
-    journey: Journey | None = None  # what it went through, for its trace; None: not known
+    usage: tuple[TierUsage, ...] = ()
+    cost: Cost | None = None
+    journey: Journey | None = None
 
 
 def render_record(record: RequestRecord) -> dict[str, Any]:
@@ -167,11 +237,19 @@ def render_record(record: RequestRecord) -> dict[str, Any]:
 
 
 def render_summary(record: RequestRecord) -> dict[str, Any]:
-    """Return a record as JSON values, without the reports on tiers. Predictions do not include the queue."""
-    decision, served, tokens, times = record.decision, record.served, record.tokens, record.times
-    features, sla, chosen = decision.query.features, decision.query.sla, decision.chosen
-    return {  # of plain values: encoding an enumeration's takes four times as long
-        "at": int(record.at * 1000 + 0.5) / 1000,  # round() takes four times as long
+    """Return a record as JSON values, without the reports on tiers. Predictions do not include the queue.
+
+    This runs for every request: plain values are encoded four times as fast as enumerations, and ``int(x + 0.5)`` rounds
+    four times as fast as ``round``.
+    """
+    decision = record.decision
+    served = record.served
+    tokens = record.tokens
+    features = decision.query.features
+    sla = decision.query.sla
+    chosen = decision.chosen
+    return {
+        "at": int(record.at * 1000 + 0.5) / 1000,
         "request_id": record.request_id,
         "trace_id": record.trace_id,
         "route": record.route,
@@ -196,7 +274,7 @@ def render_summary(record: RequestRecord) -> dict[str, Any]:
         "cached_prompt_tokens": tokens.cached,
         "predicted_cached_tokens": tokens.predicted_cached,
         "output_tokens": tokens.output,
-        **{name: ms and int(ms * 100 + 0.5) / 100 for name, ms in zip(Times._fields, times, strict=True)},
+        **{name: ms and int(ms * 100 + 0.5) / 100 for name, ms in zip(Times._fields, record.times, strict=True)},
         "predicted_ttft_ms": chosen.predicted_ttft_ms if chosen else None,
         "predicted_tpot_ms": chosen.predicted_tpot_ms if chosen else None,
         "sla": {"ttft_ms": sla.ttft_ms, "tpot_ms": sla.tpot_ms, "max_quality_loss": sla.max_quality_loss},
@@ -215,7 +293,9 @@ def log_outcome(decisions: DecisionLog, record: RequestRecord) -> None:
     """Write to the decision log how a request ended, if an engine began to answer it."""
     if record.served.tier is None:
         return
-    gone = "CancelledError" if record.outcome is Outcome.CLIENT_GONE else None
+    error = record.error
+    if not error and record.outcome is Outcome.CLIENT_GONE:
+        error = "CancelledError"
     decisions.ended(
         OutcomeRecord(
             request_id=record.request_id,
@@ -224,6 +304,6 @@ def log_outcome(decisions: DecisionLog, record: RequestRecord) -> None:
             output_tokens=record.tokens.output,
             ttft_ms=_rounded(record.times.ttft_ms),
             tpot_ms=_rounded(record.times.tpot_ms, 3),
-            error=record.error or gone,
+            error=error,
         )
     )

@@ -16,13 +16,15 @@ from router.policy.decision import Decision, Estimate
 from router.policy.explain import verdict
 from router.telemetry.record import Hop, Journey, KeptFor, Outcome, RequestRecord
 
-KEY_ID = "qarr.key.id"  # of the caller's key, which is no secret
-PROVIDER, OVERFLOW_PROVIDER = "vllm", "openai"  # whose API is spoken, as the GenAI conventions mean it
-INSIDE = {"server.address", "server.port"}  # where engines are: for operators
+KEY_ID = "qarr.key.id"  # A key's id is no secret.
+# The GenAI conventions mean the one whose API is spoken.
+PROVIDER = "vllm"
+OVERFLOW_PROVIDER = "openai"
+FOR_OPERATORS = {"server.address", "server.port"}  # Only operators may know where engines are.
 
 
 def features_attributes(features: PromptFeatures) -> dict[str, Any]:
-    found = {
+    attributes = {
         "qarr.class": features.prompt_class.value,
         "qarr.confidence": features.confidence,
         "qarr.contains_code": features.contains_code,
@@ -31,39 +33,41 @@ def features_attributes(features: PromptFeatures) -> dict[str, Any]:
         "qarr.signals": list(features.signals),
         "qarr.language": features.language or None,
     }
-    return known(found)
+    return without_unknown(attributes)
 
 
 def decision_attributes(decision: Decision) -> dict[str, Any]:
-    query, chosen = decision.query, decision.chosen
-    loss = chosen.loss if chosen is not None else None
-    decided = decision.tier is not None and decision.precision is not None
-    return known(
-        {
-            "qarr.reason": decision.reason,
-            "qarr.basis": decision.basis.value,
-            "qarr.degraded": list(decision.degraded),
-            "qarr.class": query.features.prompt_class.value,
-            "qarr.confidence": query.features.confidence,
-            "qarr.prompt_tokens": query.prompt_tokens,
-            "qarr.max_tokens": query.max_tokens,
-            "qarr.fallbacks": list(fallbacks(decision)),
-            "qarr.tier": decision.tier if decided else None,
-            "qarr.precision": decision.precision if decided else None,
-            "qarr.refusal": decision.refusal_code,
-            "qarr.hint": query.hint,
-            "qarr.sla.ttft_ms": query.sla.ttft_ms,
-            "qarr.sla.tpot_ms": query.sla.tpot_ms,
-            "qarr.sla.max_quality_loss": query.sla.max_quality_loss,
-            "qarr.truncated": query.truncated or None,
-            "qarr.loss.expected": loss.mean if loss is not None else None,
-            "qarr.cost": round(chosen.cost, 4) if chosen is not None and chosen.cost is not None else None,
-        }
-    )
+    query = decision.query
+    attributes: dict[str, Any] = {
+        "qarr.reason": decision.reason,
+        "qarr.basis": decision.basis.value,
+        "qarr.degraded": list(decision.degraded),
+        "qarr.class": query.features.prompt_class.value,
+        "qarr.confidence": query.features.confidence,
+        "qarr.prompt_tokens": query.prompt_tokens,
+        "qarr.max_tokens": query.max_tokens,
+        "qarr.fallbacks": list(fallbacks(decision)),
+    }
+    if decision.tier is not None and decision.precision is not None:
+        attributes["qarr.tier"] = decision.tier
+        attributes["qarr.precision"] = decision.precision
+    attributes |= {
+        "qarr.refusal": decision.refusal_code,
+        "qarr.hint": query.hint,
+        "qarr.sla.ttft_ms": query.sla.ttft_ms,
+        "qarr.sla.tpot_ms": query.sla.tpot_ms,
+        "qarr.sla.max_quality_loss": query.sla.max_quality_loss,
+        "qarr.truncated": query.truncated or None,
+    }
+    chosen = decision.chosen
+    if chosen is not None:
+        attributes["qarr.loss.expected"] = chosen.loss.mean
+        attributes["qarr.cost"] = chosen.rounded_cost
+    return without_unknown(attributes)
 
 
 def estimate_attributes(estimate: Estimate, verdict: str) -> dict[str, Any]:
-    found = {
+    attributes = {
         "verdict": verdict,
         "state": estimate.state.value,
         "predicted_ttft_ms": estimate.predicted_ttft_ms,
@@ -73,12 +77,14 @@ def estimate_attributes(estimate: Estimate, verdict: str) -> dict[str, Any]:
         "cost": estimate.rounded_cost,
         "cached_prompt_tokens": estimate.cached,
     }
-    return {f"qarr.{estimate.tier}.{name}": value for name, value in known(found).items()}
+    return {f"qarr.{estimate.tier}.{name}": value for name, value in without_unknown(attributes).items()}
 
 
 def outcome_attributes(record: RequestRecord) -> dict[str, Any]:
-    served, tokens, times = record.served, record.tokens, record.times
-    return known(
+    served = record.served
+    tokens = record.tokens
+    times = record.times
+    return without_unknown(
         {
             "qarr.outcome": record.outcome.value,
             "qarr.sla.met": record.sla_met,
@@ -97,7 +103,8 @@ def outcome_attributes(record: RequestRecord) -> dict[str, Any]:
             "qarr.prompt_tokens": tokens.prompt,
             "qarr.cached_prompt_tokens": tokens.predicted_cached,
             "qarr.reported_cached_tokens": tokens.cached,
-            "qarr.output_tokens": tokens.output,  # not gen_ai.usage: viewers would add them to the attempts'
+            # Under the name gen_ai.usage, viewers would add these to the attempts' tokens.
+            "qarr.output_tokens": tokens.output,
         }
     )
 
@@ -126,8 +133,8 @@ def hop_attributes(hop: Hop) -> dict[str, Any]:
     }
 
 
-def known(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in found.items() if value is not None}
+def without_unknown(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 class UnknownTraceError(Exception):
@@ -151,55 +158,82 @@ def render_trace(records: Sequence[RequestRecord], *, inside: bool) -> dict[str,
 
     Several requests may share a trace id, which callers choose. ``inside``: with attributes that are for operators alone.
     """
-    first, ids = min(records, key=lambda record: record.at), count(1)
+    first = min(records, key=lambda record: record.at)
+    numbers = count(1)
     spans: list[dict[str, Any]] = []
     for record in records:
-        later_ms, server = (record.at - first.at) * 1000, ""
-        for span in spans_of(record):
-            span["span_id"], span["parent_id"] = f"{next(ids):016x}", server or None
-            server = server or span["span_id"]
-            span["start_ms"] = round(span["start_ms"] + later_ms, 3)
-            for event in span["events"]:
-                event["at_ms"] = round(event["at_ms"] + later_ms, 3)
-            spans.append(span)
-    for span in spans if not inside else ():
-        span["attributes"] = {name: value for name, value in span["attributes"].items() if name not in INSIDE}
+        spans += _numbered(list(spans_of(record)), numbers, later_ms=(record.at - first.at) * 1000)
+    if not inside:
+        for span in spans:
+            _hide_engines(span)
     spans.sort(key=lambda span: span["start_ms"])
+    ends_ms = [record.at * 1000 + record.times.duration_ms for record in records]
     return {
         "trace_id": first.trace_id,
         "at": round(first.at, 3),
-        "duration_ms": round(
-            max(record.at * 1000 + record.times.duration_ms for record in records) - first.at * 1000, 3
-        ),
+        "duration_ms": round(max(ends_ms) - first.at * 1000, 3),
         "spans": spans,
     }
 
 
+def _numbered(spans: list[dict[str, Any]], numbers: Iterator[int], *, later_ms: float) -> list[dict[str, Any]]:
+    """Give a request's spans their ids, the first one as the parent of the others, and shift them in time."""
+    server_id = None
+    for span in spans:
+        span["span_id"] = f"{next(numbers):016x}"
+        span["parent_id"] = server_id
+        server_id = server_id or span["span_id"]
+        span["start_ms"] = round(span["start_ms"] + later_ms, 3)
+        for event in span["events"]:
+            event["at_ms"] = round(event["at_ms"] + later_ms, 3)
+    return spans
+
+
+def _hide_engines(span: dict[str, Any]) -> None:
+    span["attributes"] = {name: value for name, value in span["attributes"].items() if name not in FOR_OPERATORS}
+
+
 def spans_of(record: RequestRecord) -> Iterator[dict[str, Any]]:
     """Yield a request's spans, the server span first; times in milliseconds from its arrival."""
-    decision, journey = record.decision, record.journey
-    server: dict[str, Any] = {"http.request.method": "POST", "http.route": record.route}
+    journey = record.journey
+    attributes: dict[str, Any] = {"http.request.method": "POST", "http.route": record.route}
     if record.key_id:
-        server[KEY_ID] = record.key_id
-    server |= decision_attributes(decision) | outcome_attributes(record)
-    events = [_event(e.name, (e.at - journey.arrived) * 1000, e.attributes) for e in journey.events] if journey else []
+        attributes[KEY_ID] = record.key_id
+    attributes |= decision_attributes(record.decision) | outcome_attributes(record)
+    events = []
+    if journey is not None:
+        events = [_event(event.name, (event.at - journey.arrived) * 1000, event.attributes) for event in journey.events]
     if record.outcome is Outcome.CLIENT_GONE:
         events.append(_event("qarr.client_gone", record.times.duration_ms, {}))
-    yield _span(f"POST {record.route}", "server", 0.0, record.times.duration_ms, server, events, record.error)
+    yield _span(
+        f"POST {record.route}",
+        kind="server",
+        start_ms=0.0,
+        duration_ms=record.times.duration_ms,
+        attributes=attributes,
+        events=events,
+        error=record.error,
+    )
     if journey is not None:
         yield from _steps(record, journey)
 
 
 def _steps(record: RequestRecord, journey: Journey) -> Iterator[dict[str, Any]]:
     def step(name: str, began: float, ended: float, attributes: dict[str, Any]) -> dict[str, Any]:
-        return _span(name, "internal", (began - journey.arrived) * 1000, (ended - began) * 1000, attributes, [], None)
+        return _span(
+            name,
+            kind="internal",
+            start_ms=(began - journey.arrived) * 1000,
+            duration_ms=(ended - began) * 1000,
+            attributes=attributes,
+        )
 
     decision = record.decision
-    of_tiers: dict[str, Any] = {}
-    for each in decision.choice.estimates:
-        of_tiers |= estimate_attributes(each, verdict(decision.choice, each))
+    route_attributes = decision_attributes(decision)
+    for estimate in decision.choice.estimates:
+        route_attributes |= estimate_attributes(estimate, verdict(decision.choice, estimate))
     yield step("classify", journey.began, journey.classified, features_attributes(decision.query.features))
-    yield step("route", journey.classified, journey.decided, decision_attributes(decision) | of_tiers)
+    yield step("route", journey.classified, journey.decided, route_attributes)
     for began, ended in journey.waits:
         yield step("admission wait", began, ended, {"qarr.waited_ms": round((ended - began) * 1000, 3)})
     for hop in journey.hops:
@@ -208,26 +242,48 @@ def _steps(record: RequestRecord, journey: Journey) -> Iterator[dict[str, Any]]:
 
 def _hop_span(hop: Hop, arrived: float, duration_ms: float) -> dict[str, Any]:
     began_ms = (hop.began - arrived) * 1000
-    ended_ms = duration_ms if hop.ended is None else (hop.ended - arrived) * 1000
+    ended_ms = duration_ms
+    if hop.ended is not None:
+        ended_ms = (hop.ended - arrived) * 1000
     error = hop.result.get("error.type")
     events = []
     if hop.first_token_at is not None:
         events.append(_event("qarr.first_token", (hop.first_token_at - arrived) * 1000, {}))
     if hop.message:
-        said = {"exception.type": error, "exception.message": hop.message}
-        events.append(_event("exception", ended_ms, said))
-    name, attributes = f"{hop.operation} {hop.model}", hop_attributes(hop) | known(hop.result)
-    return _span(name, "client", began_ms, ended_ms - began_ms, attributes, events, error)
+        exception = {"exception.type": error, "exception.message": hop.message}
+        events.append(_event("exception", ended_ms, exception))
+    return _span(
+        f"{hop.operation} {hop.model}",
+        kind="client",
+        start_ms=began_ms,
+        duration_ms=ended_ms - began_ms,
+        attributes=hop_attributes(hop) | without_unknown(hop.result),
+        events=events,
+        error=error,
+    )
 
 
 def _span(
-    name: str, kind: str, start_ms: float, duration_ms: float, attributes: dict[str, Any], events: list[dict[str, Any]],
-    error: str | None,
-) -> dict[str, Any]:  # fmt: skip
+    name: str,
+    *,
+    kind: str,
+    start_ms: float,
+    duration_ms: float,
+    attributes: dict[str, Any],
+    events: Sequence[dict[str, Any]] = (),
+    error: str | None = None,
+) -> dict[str, Any]:
     return {
-        "span_id": "", "parent_id": None, "name": name, "kind": kind, "start_ms": start_ms,
-        "duration_ms": round(duration_ms, 3), "attributes": attributes, "events": events, "error": error,
-    }  # fmt: skip
+        "span_id": "",
+        "parent_id": None,
+        "name": name,
+        "kind": kind,
+        "start_ms": start_ms,
+        "duration_ms": round(duration_ms, 3),
+        "attributes": attributes,
+        "events": list(events),
+        "error": error,
+    }
 
 
 def _event(name: str, at_ms: float, attributes: dict[str, Any]) -> dict[str, Any]:

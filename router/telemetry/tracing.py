@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from classifier import PromptClass
 from router.telemetry.record import JOURNEY, Event, Hop, Outcome, RequestRecord, error_name
-from router.telemetry.request_trace import KEY_ID, hop_attributes, known, spans_of
+from router.telemetry.request_trace import KEY_ID, hop_attributes, spans_of, without_unknown
 from router.telemetry.settings import TelemetrySettings
 from tiers.spec import OtlpTarget, TierName
 
@@ -340,7 +340,7 @@ def end_span(hop: Hop, span: Span, error: Exception | None) -> None:
     if hop.first_token_at is not None:
         ago_ns = int((time.monotonic() - hop.first_token_at) * 1e9)
         span.add_event("qarr.first_token", timestamp=time.time_ns() - ago_ns)
-    span.set_attributes(known(hop.result))
+    span.set_attributes(without_unknown(hop.result))
     if error is not None:
         span.record_exception(error)
     span.end()

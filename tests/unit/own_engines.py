@@ -18,7 +18,8 @@ from tests.fakes import engine as fake
 from tests.ports import reserved_range
 from tests.waiting import until
 from tiers.fleet import Fleet
-from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
+from tiers.lifecycle.options import SupervisorOptions
+from tiers.lifecycle.supervisor import Supervisor
 from tiers.replica import Replica
 from tiers.spec import EngineLaunch, Placement, ReplicaStatus, TierName, TierSpec
 
@@ -88,7 +89,7 @@ async def own_engines(
     ]
     fleet = Fleet(specs)
     own = Own(fleet, Supervisor(fleet, SupervisorOptions(tmp_path / "logs", stop_grace_s=2, **options)), file)
-    own.supervisor._on_change = lambda r: own.seen.append((r.id, r.state.status, r.state.detail))
+    own.supervisor.changes.on_change = lambda r: own.seen.append((r.id, r.state.status, r.state.detail))
     own.supervisor.start(launches)
     try:
         settled = {ReplicaStatus.READY} if ready else {ReplicaStatus.FAILED}

@@ -29,7 +29,8 @@ from tests.fakes.engine import Behaviour, FakeEngine, serving, serving_all
 from tests.turned import turned
 from tests.waiting import until
 from tiers.fleet import Fleet
-from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
+from tiers.lifecycle.options import SupervisorOptions
+from tiers.lifecycle.supervisor import Supervisor
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 
 # Within it a sound engine's next token comes on a busy machine too. A limit of a router whose other engines must keep it.

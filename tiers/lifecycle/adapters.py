@@ -52,7 +52,8 @@ class AdapterLoader:
     """Loads and unloads adapters; one at a time, so that no two calls cross."""
 
     def __init__(self, control: AdapterControl) -> None:
-        self._control, self._lock = control, asyncio.Lock()
+        self._control = control
+        self._lock = asyncio.Lock()  # so that no two calls cross
 
     async def load(self, adapter: Adapter, tiers: Collection[TierName]) -> list[AdapterResult]:
         """Load an adapter into all engines of several tiers.
@@ -87,7 +88,8 @@ class AdapterLoader:
         return bool(lost)
 
     async def _load(self, engine: Engine, adapter: Adapter) -> AdapterResult:
-        replica, launch = engine.replica, engine.launch
+        replica = engine.replica
+        launch = engine.launch
         if launch is not None and not launch.adapters.at_run_time:
             why = "was started without lora.at_run_time: set it, or name the adapter in lora.adapters, and restart"
             return AdapterResult(replica.id, done=False, detail=why)

@@ -60,7 +60,8 @@ def engine_argv(launch: EngineLaunch) -> list[str]:
 
 def engine_options(launch: EngineLaunch) -> list[str]:
     """Return an engine's arguments apart from the address that it listens on."""
-    tier, placement = launch.tier, launch.placement
+    tier = launch.tier
+    placement = launch.placement
     argv = ["--model", str(tier.checkpoint), "--served-model-name", launch.served_model]
     argv += ["--max-model-len", str(tier.max_model_len), "--max-num-seqs", str(tier.max_num_seqs)]
     if tier.tensor_parallel > 1:
@@ -91,8 +92,10 @@ def _lora(adapters: Adapters) -> list[str]:
         return []
     argv = ["--enable-lora", "--max-lora-rank", str(adapters.max_rank)]
     argv += ["--max-loras", str(max(len(adapters.loaded), 1))]
-    loaded = [json.dumps({"name": adapter.name, "path": adapter.path}) for adapter in adapters.loaded]
-    return [*argv, "--lora-modules", *loaded] if loaded else argv
+    if adapters.loaded:
+        argv.append("--lora-modules")
+        argv += [json.dumps({"name": adapter.name, "path": adapter.path}) for adapter in adapters.loaded]
+    return argv
 
 
 def _speculative(draft: Draft) -> dict[str, object]:

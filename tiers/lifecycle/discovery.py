@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(f"qarr.{__name__}")
 FILE = "discovery.file"
-MOST_BYTES = 1 << 20  # of the file
+MAX_BYTES = 1 << 20  # of the file
 CONNECT_S = 2.0
 NEXT_ADDRESS_S = 0.25  # as RFC 8305, section 5, recommends
 Family = socket.AddressFamily
@@ -45,12 +45,13 @@ async def resolve(host: str, port: int) -> list[str]:
         OSError: The name server does not know the name, or does not answer.
     """
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         if error.errno == socket.EAI_NODATA:
             return []
         raise
-    return list(dict.fromkeys(str(address[0]) for *_, address in found if "%" not in str(address[0])))
+    addresses = [str(socket_address[0]) for *_, socket_address in infos]
+    return list(dict.fromkeys(address for address in addresses if "%" not in address))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,42 +92,46 @@ class Discovery:
     """Tells the roster what the file and the DNS names say."""
 
     def __init__(self, fleet: Fleet, roster: Roster, options: DiscoveryOptions) -> None:
-        self._fleet, self._roster, self._options = fleet, roster, options
-        self._read: bytes | None = None  # the file, as last looked at
-        self._families: dict[TierName, Family] = {}  # that the engines of names with addresses of both are reached in
+        self._fleet = fleet
+        self._roster = roster
+        self._options = options
+        self._file_content: bytes | None = None  # as last read
+        self._families: dict[TierName, Family] = {}  # of tiers whose name has addresses of both families
 
     def works(self) -> list[tuple[Callable[[], Coroutine[Any, Any, None]], str]]:
         """Return what runs until cancelled, with its names. Until the first look, tiers that may be named are awaited."""
-        found: list[tuple[Callable[[], Coroutine[Any, Any, None]], str]] = []
+        works: list[tuple[Callable[[], Coroutine[Any, Any, None]], str]] = []
         if self._options.file is not None:
             self._roster.name(Source.FILE, dict.fromkeys(self._roster.tiers, ()))
-            found.append((partial(self._follow_file, self._options.file), f"reading {FILE}"))
+            works.append((partial(self._follow_file, self._options.file), f"reading {FILE}"))
         for tier, url in self._options.names.items():
             self._roster.name(Source.DNS, {tier: ()}, tier)
-            found.append((partial(self._follow_name, tier, url), f"resolving tiers.{tier}.dns"))
-        return found
+            works.append((partial(self._follow_name, tier, url), f"resolving tiers.{tier}.dns"))
+        return works
 
     async def _follow_file(self, path: Path) -> None:
         while True:
             try:
-                read = await asyncio.to_thread(read_file, path)
-                if read != self._read:
-                    self._roster.name(Source.FILE, parse_file(read, self._roster.tiers))
-                    self._read = read
+                content = await asyncio.to_thread(read_file, path)
+                if content != self._file_content:
+                    self._roster.name(Source.FILE, parse_file(content, self._roster.tiers))
+                    self._file_content = content
                 self._well(FILE, f"{FILE} {path}")
             except DiscoveryError as error:
-                self._read = None
+                self._file_content = None
                 self._wrong(FILE, f"{FILE} {path}", error)
             await asyncio.sleep(self._options.interval_s)
 
     async def _follow_name(self, tier: TierName, url: str) -> None:
-        key, parts = f"tiers.{tier}.dns", urlsplit(url)
+        key = f"tiers.{tier}.dns"
+        parts = urlsplit(url)
         while True:
             try:
                 port = parts.port or 80
-                addresses = await self._options.resolve(parts.hostname or "", port)
-                addresses = await self._of_one_family(tier, url, addresses, port)
-                self._roster.name(Source.DNS, {tier: tuple(at_address(url, each) for each in addresses)}, tier)
+                resolved = await self._options.resolve(parts.hostname or "", port)
+                addresses = await self._of_one_family(tier, url, resolved, port)
+                engine_urls = tuple(at_address(url, address) for address in addresses)
+                self._roster.name(Source.DNS, {tier: engine_urls}, tier)
                 self._well(key, f"{key} {url}")
             except (OSError, UnicodeError) as error:
                 self._wrong(key, f"{key} {url}", DiscoveryError("it does not resolve", str(error)))
@@ -164,8 +169,10 @@ class Discovery:
 def at_address(url: str, address: str) -> str:
     """Return the URL of an engine at one address of its name."""
     parts = urlsplit(url)
+    host = f"[{address}]" if ":" in address else address
     port = "" if parts.port is None else f":{parts.port}"
-    return f"{parts.scheme}://{f'[{address}]' if ':' in address else address}{port}{parts.path.rstrip('/')}"
+    path = parts.path.rstrip("/")
+    return f"{parts.scheme}://{host}{port}{path}"
 
 
 def read_file(path: Path) -> bytes:
@@ -178,40 +185,42 @@ def read_file(path: Path) -> bytes:
         if not stat.S_ISREG(path.stat().st_mode):
             raise DiscoveryError("it is not a regular file")
         with path.open("rb") as file:
-            read = file.read(MOST_BYTES + 1)
+            content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise DiscoveryError("it is missing") from None
     except OSError as error:
         raise DiscoveryError(f"it cannot be read ({error.strerror})") from None
-    if len(read) > MOST_BYTES:
-        raise DiscoveryError(f"it has more than {MOST_BYTES} bytes")
-    return read
+    if len(content) > MAX_BYTES:
+        raise DiscoveryError(f"it has more than {MAX_BYTES} bytes")
+    return content
 
 
-def parse_file(read: bytes, tiers: Sequence[TierName]) -> Members:
+def parse_file(content: bytes, tiers: Sequence[TierName]) -> Members:
     """Return the engines that the file names.
 
     Raises:
         DiscoveryError: It is not JSON in the form {tier: [address, ...]}, or something in it cannot be used.
     """
     try:
-        named = json.loads(read)
-    except ValueError as error:  # UnicodeDecodeError is one
+        document = json.loads(content)
+    except ValueError as error:  # UnicodeDecodeError is a ValueError too.
         raise DiscoveryError("it is not JSON", str(error)) from None
-    if not isinstance(named, dict):
+    if not isinstance(document, dict):
         raise DiscoveryError('it is no object such as {"fast": ["http://10.0.0.5:8000"]}')
-    known, found = {str(tier): tier for tier in tiers}, {}
-    for name, urls in named.items():
-        if name not in known:
-            raise DiscoveryError("it names an unknown tier", f"{name[:100]!r}; allowed: {', '.join(known)}")
+    tiers_by_name = {str(tier): tier for tier in tiers}
+    members = {}
+    for name, urls in document.items():
+        if name not in tiers_by_name:
+            raise DiscoveryError("it names an unknown tier", f"{name[:100]!r}; allowed: {', '.join(tiers_by_name)}")
         if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
             raise DiscoveryError(f"{name} is no list of addresses")
         for url in urls:
-            if wrong := wrong_with(url):
-                raise DiscoveryError(f"{name} has an address that cannot be used", f"{shown(url)!r}: {wrong}")
-        found[known[name]] = tuple(urls)
-    _check_once(found)
-    return found
+            fault = wrong_with(url)
+            if fault:
+                raise DiscoveryError(f"{name} has an address that cannot be used", f"{shown(url)!r}: {fault}")
+        members[tiers_by_name[name]] = tuple(urls)
+    _check_once(members)
+    return members
 
 
 def _check_once(members: Members) -> None:

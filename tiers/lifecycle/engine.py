@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import InitVar, dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from tiers.lifecycle.watchdog import Restarts, Wear
@@ -17,7 +18,14 @@ if TYPE_CHECKING:
     from tiers.spec import Adapter, EngineLaunch
 
 
-THROTTLED_S = 60.0  # for which it is told after it was last seen: it comes and goes
+THROTTLED_S = 60.0  # Throttling comes and goes: it is mentioned for this long after it was last seen.
+
+
+class Symptom(Enum):
+    """What is wrong with an engine that still serves, and may go by itself."""
+
+    MISSED_HEALTH_CHECKS = auto()
+    SILENT = auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +38,7 @@ class Engine:
         process: While it runs here.
         task: Runs and watches it.
         note: Why it is being restarted, for people.
+        symptom: What its replica's detail is about; None: something that does not go by itself, or there is none.
         held: Why it gets no new requests although it could; None: it gets them.
         less: What it has less of than configured, and why; None: nothing.
         lessened: Times that it was started with less.
@@ -56,6 +65,7 @@ class Engine:
     process: EngineProcess | None = None
     task: asyncio.Task[None] | None = None
     note: str | None = None
+    symptom: Symptom | None = None
     held: str | None = None
     less: str | None = None
     lessened: int = 0
@@ -80,12 +90,16 @@ class Engine:
     @property
     def remark(self) -> str | None:
         """Return what is to be said of it although it serves; None: nothing."""
-        return "; ".join(filter(None, (self.less, self.slow, self.throttled and f"slower: {self.throttled}"))) or None
+        remarks = [remark for remark in (self.less, self.slow) if remark]
+        if self.throttled:
+            remarks.append(f"slower: {self.throttled}")
+        return "; ".join(remarks) or None
 
-    def note_throttled(self, found: str | None, now: float) -> None:
+    def note_throttled(self, slowdown: str | None, now: float) -> None:
         """Note what slows its processors down; None: nothing does now."""
-        if found is not None:
-            self.throttled, self.throttled_at = found, now
+        if slowdown is not None:
+            self.throttled = slowdown
+            self.throttled_at = now
         elif now - self.throttled_at > THROTTLED_S:
             self.throttled = None
 
@@ -93,18 +107,21 @@ class Engine:
         """Note that the engine is being started."""
         self.wear = Wear(self.restarts.options)
         self.started_at = time.monotonic()
-        self.ready_at = self.recycle = None
+        self.ready_at = None
+        self.recycle = None
         self.again.clear()
 
     def ended(self) -> float:
         """Note that the engine's process has ended; return for how many seconds it was ready."""
         ready_s = 0.0 if self.ready_at is None else time.monotonic() - self.ready_at
-        self.process = self.ready_at = None
+        self.process = None
+        self.ready_at = None
         self.replica.update(pid=None)
         return ready_s
 
 
 def brief(error: BaseException) -> str:
     """Return the first line of an error, for a state's detail."""
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return text.partition(". Last lines of")[0][:200]
+    text = str(error)
+    first_line = text.splitlines()[0] if text else type(error).__name__
+    return first_line.partition(". Last lines of")[0][:200]

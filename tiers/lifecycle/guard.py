@@ -49,7 +49,8 @@ def _kill_descendants() -> None:
 
 def main() -> int:
     """Run the engine until it exits or the supervisor is gone."""
-    log_path, argv = sys.argv[1], sys.argv[2:]
+    log_path = sys.argv[1]
+    argv = sys.argv[2:]
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the supervisor signals the engine itself
     try:

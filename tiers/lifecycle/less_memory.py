@@ -54,48 +54,70 @@ def with_less(launch: EngineLaunch, log: str, kv_bytes_per_token: Callable[[], i
         kv_bytes_per_token: Returns the KV cache of a token; called only where it counts, on a CPU.
     """
     if _TOO_LONG.search(log):
-        found = _ESTIMATED.search(log)
-        longest = int(found[1]) if found else launch.tier.max_model_len // 2
+        estimate = _ESTIMATED.search(log)
+        longest = launch.tier.max_model_len // 2
+        if estimate:
+            longest = int(estimate[1])
         return _shorter(launch, longest, "its KV cache does not hold one request")
     if launch.placement.gpus:
         return _on_gpu(launch, log)
+    return _on_cpu(launch, log, kv_bytes_per_token)
+
+
+def _on_cpu(launch: EngineLaunch, log: str, kv_bytes_per_token: Callable[[], int]) -> Smaller | None:
+    """Halve the KV cache, or fit it to what was free; if it would not hold one request, shorten the context instead."""
+    cache_gib = float(launch.env.get(KV_SPACE, launch.placement.kv_cache_gib))
+    smaller_gib = cache_gib / 2
     free = _CPU_FREE.search(log)
-    if free is None and not _EXHAUSTED.search(log):
+    if free is not None:
+        free_gib = float(free[1])
+        smaller_gib = min(FREE_SHARE * free_gib, smaller_gib)
+        why = f"{free_gib:.1f} GiB were free"
+    elif _EXHAUSTED.search(log):
+        why = "it ran out of memory"
+    else:
         return None
-    why = "it ran out of memory" if free is None else f"{float(free[1]):.1f} GiB were free"
-    had = float(launch.env.get(KV_SPACE, launch.placement.kv_cache_gib))
-    space = had / 2 if free is None else min(FREE_SHARE * float(free[1]), had / 2)
-    space = int(space * 4) / 4  # quarters of a GiB
-    one_request = launch.tier.max_model_len * kv_bytes_per_token() / GIB
-    if space >= max(one_request, 0.25):
-        placement = replace(launch.placement, kv_cache_gib=space)
-        env = {name: value for name, value in launch.env.items() if name != KV_SPACE}
-        return Smaller(
-            replace(launch, placement=placement, env=env), f"KV cache {space:g} instead of {had:g} GiB: {why}"
-        )
-    return _shorter(launch, launch.tier.max_model_len // 2, why)
+    smaller_gib = int(smaller_gib * 4) / 4  # vLLM takes quarters of a GiB.
+    one_request_gib = launch.tier.max_model_len * kv_bytes_per_token() / GIB
+    if smaller_gib < max(one_request_gib, 0.25):
+        return _shorter(launch, launch.tier.max_model_len // 2, why)
+    placement = replace(launch.placement, kv_cache_gib=smaller_gib)
+    env = {name: value for name, value in launch.env.items() if name != KV_SPACE}
+    return Smaller(
+        replace(launch, placement=placement, env=env),
+        f"KV cache {smaller_gib:g} instead of {cache_gib:g} GiB: {why}",
+    )
 
 
 def _on_gpu(launch: EngineLaunch, log: str) -> Smaller | None:
-    fraction, why = launch.placement.gpu_memory_fraction, "it ran out of memory"
+    """Take less of the GPU's memory: what was free, or some less than before."""
+    fraction = launch.placement.gpu_memory_fraction
     free = _GPU_FREE.search(log)
     if free is not None:
-        found, total = float(free[1]), float(free[2])
-        less, why = int(0.99 * found / total * 1000) / 1000, f"{found:.1f} of {total:.1f} GiB were free"
+        free_gib = float(free[1])
+        total_gib = float(free[2])
+        smaller = _thousandths(0.99 * free_gib / total_gib)
+        why = f"{free_gib:.1f} of {total_gib:.1f} GiB were free"
     elif _EXHAUSTED.search(log):
-        less = int(fraction * SMALLER * 1000) / 1000
+        smaller = _thousandths(fraction * SMALLER)
+        why = "it ran out of memory"
     else:
         return None
-    if not 0 < less < fraction:
+    if not 0 < smaller < fraction:
         return None
-    placement = replace(launch.placement, gpu_memory_fraction=less)
-    return Smaller(replace(launch, placement=placement), f"{less:.1%} of the GPU instead of {fraction:.1%}: {why}")
+    placement = replace(launch.placement, gpu_memory_fraction=smaller)
+    return Smaller(replace(launch, placement=placement), f"{smaller:.1%} of the GPU instead of {fraction:.1%}: {why}")
+
+
+def _thousandths(share: float) -> float:
+    """Round a share down to thousandths."""
+    return int(share * 1000) / 1000
 
 
 def _shorter(launch: EngineLaunch, longest: int, why: str) -> Smaller | None:
-    had = launch.tier.max_model_len
-    length = min(longest, had - 1) // BLOCK * BLOCK
+    length_before = launch.tier.max_model_len
+    length = min(longest, length_before - 1) // BLOCK * BLOCK
     if length < SHORTEST:
         return None
     tier = replace(launch.tier, max_model_len=length)
-    return Smaller(replace(launch, tier=tier), f"context {length} instead of {had} tokens: {why}")
+    return Smaller(replace(launch, tier=tier), f"context {length} instead of {length_before} tokens: {why}")

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(f"qarr.{__name__}")
 POLL_S = 0.2
-KEPT = 100  # records of operations
-TOGETHER_S = 5.0  # engines started within this time of the first ones are recycled spread out
-LATER_S = 60.0  # shortest time until a recycling that was not possible is tried again
-WEAR_REST_S = 3600.0  # shortest time between two recyclings of a slow tier: the cause may be another one
+MAX_RECORDS = 100
+TOGETHER_S = 5.0  # Engines that started this close together would otherwise all be recycled at the same time.
+MIN_RETRY_S = 60.0  # A recycling that was not possible is tried again after this, or later.
+WEAR_REST_S = 3600.0  # A slow tier is not recycled again so soon: the cause may be another one.
 
 Kind = Literal["drain", "resume", "restart", "recycle", "remove"]
 KINDS: tuple[Kind, ...] = ("drain", "resume", "restart", "recycle", "remove")
@@ -76,7 +76,9 @@ class Operation:
 
     def end(self, state: Literal["done", "failed"], detail: str) -> None:
         """Record the result."""
-        self.state, self.detail, self.ended = state, detail, time.time()
+        self.state = state
+        self.detail = detail
+        self.ended = time.time()
 
 
 class EngineControl(AdapterControl, RosterControl, Protocol):
@@ -107,13 +109,15 @@ class Operations:
     """
 
     def __init__(self, control: EngineControl, options: OperationOptions) -> None:
-        self.adapters, self.roster = AdapterLoader(control), Roster(control, self)
-        self._control, self._options = control, options
-        self._records: deque[Operation] = deque(maxlen=KEPT)
+        self.adapters = AdapterLoader(control)
+        self.roster = Roster(control, self)
+        self._control = control
+        self._options = options
+        self._records: deque[Operation] = deque(maxlen=MAX_RECORDS)
         self._running: dict[str, Operation] = {}  # by replica
         self._made = 0
-        self._worn: dict[TierName, float] = {}  # when the tier was last recycled for being slow
-        self._due: dict[str, float] = {}  # by replica: when it is recycled on schedule
+        self._recycled_slow_at: dict[TierName, float] = {}
+        self._due_at: dict[str, float] = {}  # by replica: when it is recycled on schedule
 
     @property
     def records(self) -> tuple[Operation, ...]:
@@ -134,7 +138,9 @@ class Operations:
         for operation in self._records:
             if operation.id == operation_id:
                 return operation
-        raise UnknownReplicaError(f"there is no operation {operation_id[:100]!r}: the last {KEPT} are remembered")
+        raise UnknownReplicaError(
+            f"there is no operation {operation_id[:100]!r}: the last {MAX_RECORDS} are remembered"
+        )
 
     def begin(self, kind: Kind, replica_id: str, *, now: bool = False) -> Operation:
         """Begin an operation, which runs in a task of its own.
@@ -191,10 +197,10 @@ class Operations:
         began = time.monotonic()
         while True:
             await asyncio.sleep(POLL_S)
-            ours = [e for e in self._control.engines if e.launch is not None]
-            for number, engine in enumerate(ours):
+            own_engines = [engine for engine in self._control.engines if engine.launch is not None]
+            for number, engine in enumerate(own_engines):
                 if not self._running and engine.replica.state.status is ReplicaStatus.READY:
-                    self._recycle_in_time(engine, began, (number + 1) / len(ours))
+                    self._recycle_in_time(engine, began, (number + 1) / len(own_engines))
 
     def _recycle_in_time(self, engine: Engine, began: float, share: float) -> None:
         """Begin to recycle a ready engine that is slow or due.
@@ -204,20 +210,27 @@ class Operations:
             began: When the first engines were started.
             share: Of the interval, after which this one of the first engines is due, so that they are spread out.
         """
-        every, now, name = self._options.recycle_every_s, time.monotonic(), engine.replica.id
-        with_others = engine.started_at - began < TOGETHER_S
-        due = self._due.setdefault(name, began + every * share if with_others else engine.started_at + every)
-        why = self._worn_out(engine, now) or (f"every {every:g} s" if every and now >= due else None)
+        replica_id = engine.replica.id
+        interval_s = self._options.recycle_every_s
+        now = time.monotonic()
+        started_with_others = engine.started_at - began < TOGETHER_S
+        first_due_at = engine.started_at + interval_s
+        if started_with_others:
+            first_due_at = began + interval_s * share
+        due_at = self._due_at.setdefault(replica_id, first_due_at)
+        why = self._why_too_slow(engine, now)
+        if why is None and interval_s and now >= due_at:
+            why = f"every {interval_s:g} s"
         if why is None:
             return
         try:
-            self.begin("recycle", name)
+            self.begin("recycle", replica_id)
         except NotPossibleError as error:
-            log.warning("%s is not recycled (%s): %s", name, why, error)
-            self._due[name] = now + max(every / 10, LATER_S)
+            log.warning("%s is not recycled (%s): %s", replica_id, why, error)
+            self._due_at[replica_id] = now + max(interval_s / 10, MIN_RETRY_S)
             return
-        log.warning("%s is recycled: %s", name, why)
-        self._due[name] = now + every  # it may be recycled in place, and keep its name
+        log.warning("%s is recycled: %s", replica_id, why)
+        self._due_at[replica_id] = now + interval_s  # If it is recycled in place, it keeps its id.
 
     async def stop(self) -> None:
         """Cancel all operations."""
@@ -226,12 +239,13 @@ class Operations:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _worn_out(self, engine: Engine, now: float) -> str | None:
+    def _why_too_slow(self, engine: Engine, now: float) -> str | None:
         """Return why an engine is too slow, unless its tier was recycled for that reason recently."""
         tier = engine.replica.spec.name
-        if engine.recycle is None or now - self._worn.get(tier, -WEAR_REST_S) < WEAR_REST_S:
+        recycled_at = self._recycled_slow_at.get(tier, -WEAR_REST_S)
+        if engine.recycle is None or now - recycled_at < WEAR_REST_S:
             return None
-        self._worn[tier] = now
+        self._recycled_slow_at[tier] = now
         return engine.recycle
 
     async def _run(self, operation: Operation, engine: Engine) -> None:
@@ -263,36 +277,45 @@ class Operations:
         self._control.hold(
             engine, f"drained by an operator; 'qarr tiers resume {engine.replica.id}' gives it requests again"
         )
-        left = await self._drained(operation, engine.replica)
-        operation.detail = f"{left} requests are still open; it gets no new ones" if left else "drained"
+        open_requests = await self._drained(operation, engine.replica)
+        operation.detail = "drained"
+        if open_requests:
+            operation.detail = f"{open_requests} requests are still open; it gets no new ones"
 
     async def _remove(self, operation: Operation, engine: Engine) -> None:
         """Send no more requests, wait for the open ones, and forget the engine, which runs elsewhere."""
         self._control.hold(engine, "drains, to be removed")
-        left = engine.replica.state.in_flight if operation.now else await self._drained(operation, engine.replica)
-        engine.leaving, operation.detail = True, "is forgotten"
+        if operation.now:
+            open_requests = engine.replica.state.in_flight
+        else:
+            open_requests = await self._drained(operation, engine.replica)
+        engine.leaving = True
+        operation.detail = "is forgotten"
         await self._control.retire(engine)
-        operation.detail = "removed" + (f"; the engine has {left} open requests to finish" if left else "")
+        operation.detail = "removed"
+        if open_requests:
+            operation.detail = f"removed; the engine has {open_requests} open requests to finish"
         log.info("%s is removed: %s", engine.replica.id, engine.replica.url)
 
     async def _resume(self, operation: Operation, engine: Engine) -> None:
         """Send requests again; an engine that is quarantined is warmed up and compared first."""
-        quarantined = engine.replica.state.status is ReplicaStatus.QUARANTINED
+        is_quarantined = engine.replica.state.status is ReplicaStatus.QUARANTINED
         self._control.resume(engine)
-        if quarantined:
+        if is_quarantined:
             operation.detail = "is checked again"
             await _settled(engine)
         operation.detail = f"is {engine.replica.state.status.value}"
 
     async def _restart(self, operation: Operation, engine: Engine) -> None:
         """Drain, stop and start an engine, and wait until it is ready."""
-        held = engine.held
+        held_before = engine.held
         self._control.hold(engine, "drains for a restart")
-        left = await self._drained(operation, engine.replica)
-        engine.held, before = held, engine.started_at
-        operation.detail = "starting" + (f"; {left} requests were broken off" if left else "")
+        broken_off = await self._drained(operation, engine.replica)
+        engine.held = held_before
+        operation.detail = f"starting{_requests_broken_off(broken_off)}"
+        started_before = engine.started_at
         engine.again.set()
-        while engine.started_at == before:
+        while engine.started_at == started_before:
             _check_watched(engine)
             await asyncio.sleep(POLL_S)
         await _settled(engine)
@@ -302,26 +325,28 @@ class Operations:
         """Replace an engine by a new one: beside it if there is memory for both, otherwise in place."""
         assert engine.launch is not None
         machine = await asyncio.to_thread(read_machine)
-        if lacking := lacking_for_one_more(machine, engine.launch.tier, engine.launch.placement):
+        lacking = lacking_for_one_more(machine, engine.launch.tier, engine.launch.placement)
+        if lacking:
             self._check_floor(engine)
             log.info("%s is recycled in place: %s", engine.replica.id, lacking)
             await self._restart(operation, engine)
             operation.detail = f"{operation.detail}; in place: {lacking}"
             return
-        new = self._control.start_beside(engine)
-        operation.successor = new.replica.id
-        operation.detail = f"{new.replica.id} starts beside it"
+        successor = self._control.start_beside(engine)
+        successor_id = successor.replica.id
+        operation.successor = successor_id
+        operation.detail = f"{successor_id} starts beside it"
         try:
-            await _settled(new)
+            await _settled(successor)
         except BaseException:
-            await self._control.retire(new)
+            await self._control.retire(successor)
             raise
         if engine.held:
-            self._control.hold(new, engine.held.replace(engine.replica.id, new.replica.id))
-        self._control.hold(engine, f"drains, {new.replica.id} has taken its place")
-        left = await self._drained(operation, engine.replica)
+            self._control.hold(successor, engine.held.replace(engine.replica.id, successor_id))
+        self._control.hold(engine, f"drains, {successor_id} has taken its place")
+        broken_off = await self._drained(operation, engine.replica)
         await self._control.retire(engine)
-        operation.detail = f"{new.replica.id} serves" + (f"; {left} requests were broken off" if left else "")
+        operation.detail = f"{successor_id} serves{_requests_broken_off(broken_off)}"
 
     async def _drained(self, operation: Operation, replica: Replica) -> int:
         """Wait up to ``drain_s`` for open requests to finish; return the number that are left."""
@@ -333,12 +358,16 @@ class Operations:
 
     def _check_floor(self, engine: Engine) -> None:
         """Raise ``NotPossibleError`` unless another replica is ready while an engine is away."""
-        others = (r for r in self._control.fleet.replicas if r is not engine.replica)
-        if not any(r.state.status is ReplicaStatus.READY for r in others):
+        others = (replica for replica in self._control.fleet.replicas if replica is not engine.replica)
+        if not any(replica.state.status is ReplicaStatus.READY for replica in others):
             raise NotPossibleError(
                 f"no other replica is ready, and there is no memory for a second engine beside {engine.replica.id}: "
                 f"nothing would serve meanwhile; 'restart' does it anyway"
             )
+
+
+def _requests_broken_off(count: int) -> str:
+    return f"; {count} requests were broken off" if count else ""
 
 
 def _break_off(running: Operation) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tiers.spec import TierName, TierSpec
 
 log = logging.getLogger(f"qarr.{__name__}")
-LOOK_S = 1.0  # between two looks for what could not be added or removed at once
+RETRY_S = 1.0  # What could not be added or removed at once is tried again after this.
 Members = dict["TierName", tuple[str, ...]]  # addresses by tier; a tier without any is awaited
 
 
@@ -93,7 +93,8 @@ class Roster:
     """The engines that each source names, and the specs that engines elsewhere have, by tier."""
 
     def __init__(self, control: RosterControl, removals: Removals) -> None:
-        self._control, self._removals = control, removals
+        self._control = control
+        self._removals = removals
         self._specs: dict[TierName, TierSpec] = {}
         self._named: dict[Key, Members] = {}
         self._refused: set[str] = set()  # addresses for which there is no space
@@ -154,66 +155,79 @@ class Roster:
         Raises:
             NotPossibleError: It was started here, or something that the router follows names it.
         """
-        replica, address = engine.replica, normalised(engine.replica.url)
+        replica = engine.replica
         if engine.launch is not None:
             raise NotPossibleError(
                 f"{replica.id} was started here: 'qarr tiers drain {replica.id}' keeps requests from it"
             )
-        known = all_wanted(self._named).get(address)
-        followed = [source for source in known.sources if source in {Source.FILE, Source.DNS}] if known else []
-        if followed:
-            where = "discovery.file" if Source.FILE in followed else f"tiers.{replica.spec.name}.dns"
+        address = normalised(replica.url)
+        wanted = all_wanted(self._named).get(address)
+        sources = wanted.sources if wanted else ()
+        if Source.FILE in sources or Source.DNS in sources:
+            where = "discovery.file" if Source.FILE in sources else f"tiers.{replica.spec.name}.dns"
             raise NotPossibleError(
                 f"{replica.id} is named by {where}: take it out there, and it is drained and removed"
             )
         for source in (Source.SETTINGS, Source.COMMAND):
             members = self._named.get((source, ""), {})
-            left = {tier: tuple(url for url in urls if normalised(url) != address) for tier, urls in members.items()}
-            self._named[source, ""] = {tier: urls for tier, urls in left.items() if urls}
+            self._named[source, ""] = _without(members, address)
         self._await()
 
     def reconcile(self) -> None:
         """Add what is wanted and not there; drain and remove what is there and not wanted."""
         self._await()
-        wanted, there = all_wanted(self._named), self._present()
-        for address, engine in there.items():
-            found = wanted.get(address)
-            if found is None or found.tier is not engine.replica.spec.name:
+        all_named = all_wanted(self._named)
+        present = self._present()
+        for address, engine in present.items():
+            wanted = all_named.get(address)
+            if wanted is None or wanted.tier is not engine.replica.spec.name:
                 self._removals.withdraw(engine)
             else:
-                engine.replica.source = found.source
+                engine.replica.source = wanted.source
                 self._removals.keep(engine)
-        for address, found in wanted.items():
-            if address not in there:
-                self._try_to_add(address, found)
+        for address, wanted in all_named.items():
+            if address not in present:
+                self._try_to_add(address, wanted)
 
     async def run(self) -> None:
         """Try again what could not be done at once, until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(RETRY_S)
             self.reconcile()
 
-    def _try_to_add(self, address: str, found: Wanted) -> None:
+    def _try_to_add(self, address: str, wanted: Wanted) -> None:
         try:
-            self._add(found)
+            self._add(wanted)
             self._refused.discard(address)
         except NotPossibleError as error:
             if address not in self._refused:
-                log.warning("%s is not added to tier %s: %s", found.url, found.tier, error)
+                log.warning("%s is not added to tier %s: %s", wanted.url, wanted.tier, error)
             self._refused.add(address)
 
     def _present(self) -> dict[str, Engine]:
-        return {normalised(e.replica.url): e for e in self._control.engines if e.launch is None}
+        return {normalised(engine.replica.url): engine for engine in self._control.engines if engine.launch is None}
 
-    def _add(self, found: Wanted) -> Engine:
-        return self._control.add_elsewhere(replace(self._specs[found.tier], urls=(found.url,)), found.url, found.source)
+    def _add(self, wanted: Wanted) -> Engine:
+        spec = replace(self._specs[wanted.tier], urls=(wanted.url,))
+        return self._control.add_elsewhere(spec, wanted.url, wanted.source)
 
     def _await(self) -> None:
         """Note the tiers for which engines are named while the router runs; without any they are not absent."""
         fleet = self._control.fleet
-        awaited = {
-            tier for (source, _), members in self._named.items() if source is not Source.SETTINGS for tier in members
-        }
+        awaited: set[TierName] = set()
+        for (source, _), members in self._named.items():
+            if source is not Source.SETTINGS:
+                awaited.update(members)
         for spec in fleet.specs:
             if spec.awaited is not (spec.name in awaited):
                 fleet.configure(replace(spec, awaited=spec.name in awaited))
+
+
+def _without(members: Members, address: str) -> Members:
+    """Return the engines of a source without the one at a normalised address; tiers that have none left go."""
+    kept: Members = {}
+    for tier, urls in members.items():
+        kept_urls = tuple(url for url in urls if normalised(url) != address)
+        if kept_urls:
+            kept[tier] = kept_urls
+    return kept

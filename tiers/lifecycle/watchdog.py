@@ -88,8 +88,9 @@ class Wear:
         self._last: Counters | None = None
         self._calm = Counters()
         self._best_pace = math.inf
-        self._off, self._own = _Spell(), _Spell()
-        self.found_at = 0.0  # when it was last found to be so slow, in monotonic seconds
+        self._slow_answers_spell = _Spell()
+        self._slow_itself_spell = _Spell()
+        self.found_at = 0.0  # monotonic seconds
 
     def note(self, now: float, off: float, counters: Counters, *, sequences: int) -> str | None:
         """Take in one reading; return why the engine is to be recycled, or None.
@@ -100,8 +101,12 @@ class Wear:
             counters: The engine's own.
             sequences: Requests on it.
         """
-        news, self._last = counters.since(self._last or counters), counters
-        self._calm = self._calm.plus(news) if sequences <= CALM_SEQUENCES else Counters()
+        increase = counters.since(self._last or counters)
+        self._last = counters
+        if sequences <= CALM_SEQUENCES:
+            self._calm = self._calm.plus(increase)
+        else:
+            self._calm = Counters()
         for sign in (self._slow_answers(now, off), self._slow_itself(now)):
             if sign is not None:
                 return f"{sign}, for {self._options.slow_s:g} s"
@@ -109,23 +114,28 @@ class Wear:
 
     def _slow_answers(self, now: float, off: float) -> str | None:
         factor = self._options.slow_factor
-        lasted_s = self._off.note(now, bad=0 < factor < off)
-        return f"answers take {off:.1f} times what is predicted" if self._long(lasted_s) else None
+        lasted_s = self._slow_answers_spell.note(now, is_bad=0 < factor < off)
+        if not self._is_long(lasted_s):
+            return None
+        return f"answers take {off:.1f} times what is predicted"
 
     def _slow_itself(self, now: float) -> str | None:
         """Check the first tokens with next to no load, once there are enough of them."""
-        calm, factor = self._calm, self._options.slow_factor
+        calm = self._calm
         if calm.first_tokens < WINDOW_ANSWERS:
             return None
         self._calm = Counters()
         computed = max(calm.prompt_tokens - calm.cache_hits, 0.0)
         pace = calm.ttft_s / (FIXED_TOKENS * calm.first_tokens + computed)
         self._best_pace = min(self._best_pace, pace)
-        lasted_s = self._own.note(now, bad=pace > factor * self._best_pace > 0)
+        is_slow = pace > self._options.slow_factor * self._best_pace > 0
+        lasted_s = self._slow_itself_spell.note(now, is_bad=is_slow)
+        if not self._is_long(lasted_s):
+            return None
         ratio = pace / max(self._best_pace, 1e-9)
-        return f"its own time to first token is {ratio:.1f} times its best" if self._long(lasted_s) else None
+        return f"its own time to first token is {ratio:.1f} times its best"
 
-    def _long(self, lasted_s: float | None) -> bool:
+    def _is_long(self, lasted_s: float | None) -> bool:
         return lasted_s is not None and lasted_s >= self._options.slow_s
 
 
@@ -135,10 +145,14 @@ class _Spell:
     def __init__(self) -> None:
         self._since: float | None = None
 
-    def note(self, now: float, *, bad: bool) -> float | None:
+    def note(self, now: float, *, is_bad: bool) -> float | None:
         """Note a finding; return since how many seconds it has been bad, or None if it is not."""
-        self._since = (now if self._since is None else self._since) if bad else None
-        return None if self._since is None else now - self._since
+        if not is_bad:
+            self._since = None
+            return None
+        if self._since is None:
+            self._since = now
+        return now - self._since
 
 
 def off_by(replica: Replica, now: float) -> float:

@@ -77,7 +77,7 @@ async def test_what_an_engine_lost_in_a_restart_is_loaded_again(tmp_path: Path) 
 
 
 async def test_what_others_load_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiers.lifecycle.supervisor.LISTED_S", 0.1)
+    monkeypatch.setattr("tiers.lifecycle.watching.MODEL_CHECK_S", 0.1)
     async with router_stack(tmp_path) as stack:
         stack.engines[BALANCED].adapters["theirs"] = "/z"
         await until(lambda: stack.fleet.spec(BALANCED).adapters == ("theirs",))

@@ -351,7 +351,7 @@ async def test_a_tier_that_is_much_slower_than_precise_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, canary: Canary
 ) -> None:
     """With the kernels that its log names, as soon as both are ready; it serves all the same."""
-    monkeypatch.setattr("tiers.lifecycle.supervisor.MUCH_SLOWER", 0.0)
+    monkeypatch.setattr("tiers.lifecycle.readiness.MUCH_SLOWER", 0.0)
     tiers = (TierName.FAST, TierName.PRECISE)
     async with own_engines(tmp_path, monkeypatch, *tiers, canary=canary) as own:
         await until(lambda: "slower a token than tier precise" in (own.first.state.detail or ""))
@@ -363,7 +363,7 @@ async def test_a_tier_that_is_much_slower_than_precise_says_so(
 async def test_a_warm_up_that_takes_long_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, canary: Canary
 ) -> None:
-    monkeypatch.setattr("tiers.lifecycle.supervisor.SLOW_WARM_UP_S", 0.2)
+    monkeypatch.setattr("tiers.lifecycle.readiness.SLOW_WARM_UP_S", 0.2)
     async with own_engines(tmp_path, monkeypatch, behaviour={"delay_s": 0.1}, canary=canary) as own:
         assert own.details(ReplicaStatus.WARMING) == [
             "its warm-up takes longer than 0.2 s: its layers are computed by FakeLinearKernel"

@@ -18,7 +18,7 @@ from tests.ports import reserved_ports
 from tests.unit.tiers.test_roster import ids, watched
 from tests.waiting import until
 from tiers.errors import DiscoveryError
-from tiers.lifecycle.discovery import MOST_BYTES, DiscoveryOptions, at_address, parse_file, read_file, resolve
+from tiers.lifecycle.discovery import MAX_BYTES, DiscoveryOptions, at_address, parse_file, read_file, resolve
 from tiers.lifecycle.supervisor import Supervisor
 from tiers.spec import ReplicaStatus, TierName
 
@@ -31,9 +31,9 @@ A, B = "http://10.0.0.5:8000", "http://10.0.0.6:8000"
 
 @pytest.fixture(autouse=True)
 def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiers.lifecycle.supervisor.POLL_S", 0.02)
+    monkeypatch.setattr("tiers.lifecycle.watching.POLL_S", 0.02)
     monkeypatch.setattr("tiers.lifecycle.operations.POLL_S", 0.02)
-    monkeypatch.setattr("tiers.lifecycle.roster.LOOK_S", 0.02)
+    monkeypatch.setattr("tiers.lifecycle.roster.RETRY_S", 0.02)
 
 
 def write(path: Path, named: Any) -> None:
@@ -86,7 +86,7 @@ def test_a_file_names_engines_by_tier() -> None:
 def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     """A pipe would be waited for; something endless would fill the memory."""
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "big").write_bytes(b" " * (MOST_BYTES + 1))
+    (tmp_path / "big").write_bytes(b" " * (MAX_BYTES + 1))
     for name, wrong in (("none", "missing"), ("pipe", "not a regular file"), ("big", "more than 1048576 bytes")):
         with pytest.raises(DiscoveryError, match=wrong):
             read_file(tmp_path / name)

@@ -17,7 +17,8 @@ from tests.waiting import until
 from tiers.fleet import Fleet
 from tiers.lifecycle.canary import Canary, read_canary
 from tiers.lifecycle.operations import Kind, Operation
-from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
+from tiers.lifecycle.options import SupervisorOptions
+from tiers.lifecycle.supervisor import Supervisor
 from tiers.lifecycle.watchdog import WatchdogOptions, Wear
 from tiers.replica import Replica
 from tiers.snapshot import Trends
@@ -31,8 +32,8 @@ QUARANTINED = ReplicaStatus.QUARANTINED
 
 @pytest.fixture(autouse=True)
 def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiers.lifecycle.supervisor.POLL_S", 0.02)
-    monkeypatch.setattr("tiers.lifecycle.supervisor.ELSEWHERE_PAUSE_S", 0.02)
+    monkeypatch.setattr("tiers.lifecycle.watching.POLL_S", 0.02)
+    monkeypatch.setattr("tiers.lifecycle.elsewhere_engine.RETRY_PAUSE_S", 0.02)
     monkeypatch.setattr("tiers.lifecycle.operations.POLL_S", 0.02)
 
 
@@ -110,7 +111,7 @@ async def test_an_engine_that_serves_something_else_is_checked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a rolling update behind one address: it never looks away, and its list has another model."""
-    monkeypatch.setattr("tiers.lifecycle.supervisor.LISTED_S", 0.0)
+    monkeypatch.setattr("tiers.lifecycle.watching.MODEL_CHECK_S", 0.0)
     behaviour = Behaviour(root="made/fast")
     async with elsewhere(tmp_path, behaviour) as watched:
         (replica,) = watched.fleet.replicas
@@ -259,7 +260,7 @@ async def test_an_engine_that_computes_for_others_does_not_hang(
         asked.append(replica.id)
         return True
 
-    monkeypatch.setattr("tiers.lifecycle.supervisor.hangs", hangs)
+    monkeypatch.setattr("tiers.lifecycle.watching.hangs", hangs)
     behaviour = Behaviour()
     async with elsewhere(tmp_path, behaviour, watchdog=WatchdogOptions(hang_s=1.0)) as watched:
         (replica,) = watched.fleet.replicas

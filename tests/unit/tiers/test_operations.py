@@ -25,7 +25,7 @@ from tests.waiting import until
 from tiers.errors import NotPossibleError, UnknownReplicaError
 from tiers.fleet import Fleet
 from tiers.lifecycle.engine import Engine
-from tiers.lifecycle.operations import KEPT, Kind, Operation, OperationOptions, Operations
+from tiers.lifecycle.operations import MAX_RECORDS, Kind, Operation, OperationOptions, Operations
 from tiers.lifecycle.watchdog import WatchdogOptions
 from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierName, TierSpec
@@ -294,11 +294,11 @@ def operations(options: OperationOptions | None = None) -> tuple[Fleet, Operatio
 async def test_the_last_operations_are_remembered() -> None:
     """By numbers that go on; older ones are unknown, and the error says how many there are."""
     _, ours = operations()
-    for _ in range(KEPT + 1):
+    for _ in range(MAX_RECORDS + 1):
         begun = ours.begin("resume", "fast-0")
         assert begun.task is not None
         await begun.task
-    assert [len(ours.records), ours.records[0].id, ours.records[-1].id] == [KEPT, "2", str(KEPT + 1)]
+    assert [len(ours.records), ours.records[0].id, ours.records[-1].id] == [MAX_RECORDS, "2", str(MAX_RECORDS + 1)]
     assert ours.record("2") is ours.records[0]
     with pytest.raises(UnknownReplicaError, match=r"no operation '1': the last 100 are remembered"):
         ours.record("1")

@@ -18,8 +18,9 @@ from tiers.fleet import Fleet
 from tiers.lifecycle.canary import Canary, read_canary
 from tiers.lifecycle.discovery import DiscoveryOptions
 from tiers.lifecycle.operations import Operation, OperationOptions
+from tiers.lifecycle.options import SupervisorOptions
 from tiers.lifecycle.roster import Source, all_wanted
-from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
+from tiers.lifecycle.supervisor import Supervisor
 from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 
@@ -30,9 +31,9 @@ READY, DRAINING = ReplicaStatus.READY, ReplicaStatus.DRAINING
 
 @pytest.fixture(autouse=True)
 def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiers.lifecycle.supervisor.POLL_S", 0.02)
+    monkeypatch.setattr("tiers.lifecycle.watching.POLL_S", 0.02)
     monkeypatch.setattr("tiers.lifecycle.operations.POLL_S", 0.02)
-    monkeypatch.setattr("tiers.lifecycle.roster.LOOK_S", 0.02)
+    monkeypatch.setattr("tiers.lifecycle.roster.RETRY_S", 0.02)
 
 
 @asynccontextmanager

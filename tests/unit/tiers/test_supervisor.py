@@ -13,8 +13,9 @@ from tests.fakes.engine import Behaviour, FakeEngine, serving_all
 from tests.unit.own_engines import own_engines
 from tests.waiting import until
 from tiers.fleet import Fleet
-from tiers.lifecycle import supervisor
-from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
+from tiers.lifecycle import own_engine
+from tiers.lifecycle.options import SupervisorOptions
+from tiers.lifecycle.supervisor import Supervisor
 from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierName, TierSpec
 from tiers.speed import SpeedModel
@@ -43,7 +44,7 @@ async def test_an_engine_that_does_not_fit_is_started_with_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a smaller KV cache, then with a shorter context, which its tier promises from then on; and so after a restart."""
-    monkeypatch.setattr(supervisor, "kv_per_token", lambda _: (1 << 30) // 5000)  # so that half a GiB holds one request
+    monkeypatch.setattr(own_engine, "kv_per_token", lambda _: (1 << 30) // 5000)  # so that half a GiB holds one request
     async with own_engines(tmp_path, monkeypatch, behaviour={"start_errors": [NO_MEMORY] * 2}) as own:
         replica = own.first
         assert replica.state.detail == (
@@ -69,7 +70,7 @@ async def test_an_engine_that_does_not_fit_is_started_with_less(
 
 async def test_an_engine_that_never_fits_says_what_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what a person can do; other errors are not taken for it."""
-    monkeypatch.setattr(supervisor, "kv_per_token", lambda _: 1)
+    monkeypatch.setattr(own_engine, "kv_per_token", lambda _: 1)
     async with own_engines(tmp_path, monkeypatch, ready=False, behaviour={"start_errors": [NO_MEMORY] * 99}) as own:
         detail = own.first.state.detail or ""
         assert "KV cache 0.25 instead of 0.5 GiB" in detail

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.own_engines import own_engines
 from tests.waiting import until
-from tiers.lifecycle import supervisor
+from tiers.lifecycle import processors
 from tiers.lifecycle.engine import THROTTLED_S, Engine
 from tiers.lifecycle.watchdog import WatchdogOptions
 from tiers.replica import Replica
@@ -63,7 +63,7 @@ def test_what_was_seen_is_told_for_a_while() -> None:
 @pytest.mark.anyio
 async def test_a_throttled_gpu_is_seen_at_its_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They stay ready, with the reason; engines on other GPUs are not concerned."""
-    monkeypatch.setattr(supervisor, "PROCESSORS_S", 0.02)
+    monkeypatch.setattr(processors, "POLL_S", 0.02)
     async with own_engines(tmp_path, monkeypatch, TierName.FAST, TierName.BALANCED) as own:
         for gpu, engine in enumerate(own.supervisor.engines):
             assert engine.launch is not None

@@ -17,7 +17,8 @@ from tests.unit.own_engines import own_engines
 from tests.unit.tiers.test_probe import GAUGES
 from tests.waiting import until
 from tiers.fleet import Fleet
-from tiers.lifecycle.supervisor import Supervisor, SupervisorOptions
+from tiers.lifecycle.options import SupervisorOptions
+from tiers.lifecycle.supervisor import Supervisor
 from tiers.lifecycle.watchdog import WatchdogOptions
 from tiers.replica import Replica
 from tiers.spec import ReplicaStatus, TierName, TierSpec
@@ -36,8 +37,8 @@ NO_NUMBER = GAUGES.format("NaN", 0)
 async def watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: Behaviour, fleet_type: type[Fleet] = Fleet
 ) -> AsyncIterator[tuple[Replica, Supervisor]]:
-    monkeypatch.setattr("tiers.lifecycle.supervisor.POLL_S", 0.02)
-    monkeypatch.setattr("tiers.lifecycle.supervisor.ELSEWHERE_PAUSE_S", 0.02)
+    monkeypatch.setattr("tiers.lifecycle.watching.POLL_S", 0.02)
+    monkeypatch.setattr("tiers.lifecycle.elsewhere_engine.RETRY_PAUSE_S", 0.02)
     async with serving(FakeEngine(behaviour).app) as url:
         fleet = fleet_type((TierSpec(TierName.FAST, 2048, 16, 32, urls=(url,)),))
         supervisor = Supervisor(fleet, SupervisorOptions(tmp_path))
@@ -77,7 +78,7 @@ async def test_gauges_that_are_no_numbers_make_it_unreachable(tmp_path: Path, mo
     behaviour = Behaviour()
     async with watched(tmp_path, monkeypatch, behaviour) as (replica, supervisor):
         seen: list[tuple[ReplicaStatus, str | None]] = []
-        supervisor._on_change = lambda r: seen.append((r.state.status, r.state.detail))
+        supervisor.changes.on_change = lambda r: seen.append((r.state.status, r.state.detail))
         await until(lambda: replica.state.status is READY)
         behaviour.instead["/metrics"] = NO_NUMBER
         await until(lambda: replica.state.status is FAILED)
