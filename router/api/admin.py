@@ -34,68 +34,88 @@ REPLICAS = ALL_REPLICAS + "/{id}"
 OPERATIONS = "/admin/operations"
 ADAPTERS = "/admin/adapters"
 RELOAD = "/admin/reload"
-MOST_BYTES = 1 << 16  # of a body
+MAX_BODY_BYTES = 1 << 16
 # Proxies and browsers set these: whoever is behind them is not this machine's operator.
 FOREIGN_HEADERS = ("origin", "forwarded", "x-forwarded-for", "x-real-ip", "via")
 
 
 class Admin:
     def __init__(self, operations: Operations, keys: KeyStore, rules: Rules) -> None:
-        self._operations, self._keys, self._rules = operations, keys, rules
+        self._operations = operations
+        self._keys = keys
+        self._rules = rules
 
     def routes(self) -> list[Route]:
+        operate_routes = [Route(f"{REPLICAS}/{kind}", self._operate(kind), methods=["POST"]) for kind in KINDS]
         return [
             Route(ALL_REPLICAS, self._add, methods=["POST"]),
-            *(Route(f"{REPLICAS}/{kind}", self._operate(kind), methods=["POST"]) for kind in KINDS),
-            Route(OPERATIONS, self._list, methods=["GET"]),
-            Route(OPERATIONS + "/{id}", self._one, methods=["GET"]),
+            *operate_routes,
+            Route(OPERATIONS, self._list_operations, methods=["GET"]),
+            Route(OPERATIONS + "/{id}", self._show_operation, methods=["GET"]),
             Route(ADAPTERS, self._load, methods=["POST"]),
             Route(ADAPTERS + "/{name:path}", self._unload, methods=["DELETE"]),
         ]
 
     def _operate(self, kind: Kind) -> Callable[[Request], Awaitable[Response]]:
+        """Return the endpoint that begins one kind of operation on a replica."""
+
         async def operate(request: Request) -> Response:
             check_admin(request, self._keys)
             now = False
             if kind == "remove":
-                now = parsed(RemoveBody, await _read(request) or b"{}", lambda _: REMOVE_ALLOWED).now
-            return json_response(_render(self._operations.begin(kind, request.path_params["id"], now=now)), 202)
+                body = await _read(request) or b"{}"
+                now = parsed(RemoveBody, body, lambda _: REMOVE_ALLOWED).now
+            operation = self._operations.begin(kind, request.path_params["id"], now=now)
+            return json_response(_render_operation(operation), 202)
 
         return operate
 
     async def _add(self, request: Request) -> Response:
         check_admin(request, self._keys)
         roster = self._operations.roster
-        replica = roster.add(*parse_replica(await _read(request), roster.tiers))
-        added = {"id": replica.id, "tier": replica.spec.name, "url": replica.url, "source": replica.source}
-        return json_response({**added, "state": replica.state.status.value}, 201)
+        tier, url = parse_replica(await _read(request), roster.tiers)
+        replica = roster.add(tier, url)
+        body = {
+            "id": replica.id,
+            "tier": replica.spec.name,
+            "url": replica.url,
+            "source": replica.source,
+            "state": replica.state.status.value,
+        }
+        return json_response(body, 201)
 
-    async def _list(self, request: Request) -> Response:
+    async def _list_operations(self, request: Request) -> Response:
         check_admin(request, self._keys)
-        listed = [_render(operation) for operation in self._operations.records]
-        return json_response({"operations": listed, "restartable": self._operations.restartable})
+        operations = [_render_operation(operation) for operation in self._operations.records]
+        return json_response({"operations": operations, "restartable": self._operations.restartable})
 
-    async def _one(self, request: Request) -> Response:
+    async def _show_operation(self, request: Request) -> Response:
         check_admin(request, self._keys)
-        return json_response(_render(self._operations.record(request.path_params["id"])))
+        operation = self._operations.record(request.path_params["id"])
+        return json_response(_render_operation(operation))
 
     async def _load(self, request: Request) -> Response:
         check_admin(request, self._keys)
-        body = parsed(AdapterBody, await _read(request), adapter_allowed, self._rules)
-        adapter, tiers = Adapter(body.name, body.path), frozenset(body.tiers or self._rules.tiers)
-        return json_response(_rendered(body.name, await self._operations.adapters.load(adapter, tiers)))
+        body = parsed(AdapterBody, await _read(request), adapter_allowed, rules=self._rules)
+        adapter = Adapter(body.name, body.path)
+        tiers = frozenset(body.tiers or self._rules.tiers)
+        results = await self._operations.adapters.load(adapter, tiers)
+        return json_response(_render_adapter(body.name, results))
 
     async def _unload(self, request: Request) -> Response:
         check_admin(request, self._keys)
         name = request.path_params["name"]
-        return json_response(_rendered(name, await self._operations.adapters.unload(name)))
+        results = await self._operations.adapters.unload(name)
+        return json_response(_render_adapter(name, results))
 
 
 def reload_route(reloads: Reloads, keys: KeyStore) -> Route:
+    """Return the route that reads the settings again."""
+
     async def reload(request: Request) -> Response:
         check_admin(request, keys)
-        found = await reloads.reload()
-        changed = [{"setting": change.key, "before": change.before, "after": change.after} for change in found]
+        changes = await reloads.reload()
+        changed = [{"setting": change.key, "before": change.before, "after": change.after} for change in changes]
         return json_response({"changed": changed})
 
     return Route(RELOAD, reload, methods=["POST"])
@@ -104,30 +124,34 @@ def reload_route(reloads: Reloads, keys: KeyStore) -> Route:
 def check_admin(request: Request, keys: KeyStore) -> None:
     """Accept admin keys; without keys, clients on this machine that are neither a proxy nor a web page.
 
-    Others get ``NotAdminError``.
+    ``NotAdminError``: the request comes from anybody else.
     """
     if keys.required:
         if not context_of(request.scope).caller.admin:
             raise NotAdminError("this key may not operate on replicas: 'qarr keys add NAME --admin' makes one that may")
         return
-    foreign = next((name for name in FOREIGN_HEADERS if name in request.headers), None)
-    if foreign is not None or request.client is None or not is_loopback(request.client.host):
-        came = f"this request came with the header {foreign}" if foreign else "this one came from elsewhere"
-        raise NotAdminError(
-            f"without keys, replicas are operated on from this machine only, and {came}: make a key with 'qarr keys add "
-            f"NAME --admin'"
-        )
+    foreign_header = next((name for name in FOREIGN_HEADERS if name in request.headers), None)
+    if foreign_header is not None:
+        origin = f"this request came with the header {foreign_header}"
+    elif request.client is None or not is_loopback(request.client.host):
+        origin = "this one came from elsewhere"
+    else:
+        return
+    raise NotAdminError(
+        f"without keys, replicas are operated on from this machine only, and {origin}: make a key with 'qarr keys add "
+        f"NAME --admin'"
+    )
 
 
 async def _read(request: Request) -> bytes:
-    return await read_body(request.scope, request.receive, MOST_BYTES)
+    return await read_body(request.scope, request.receive, MAX_BODY_BYTES)
 
 
-def _rendered(name: str, results: list[AdapterResult]) -> dict[str, Any]:
+def _render_adapter(name: str, results: list[AdapterResult]) -> dict[str, Any]:
     return {"adapter": name, "replicas": [asdict(result) for result in results]}
 
 
-def _render(operation: Operation) -> dict[str, Any]:
+def _render_operation(operation: Operation) -> dict[str, Any]:
     return {
         "id": operation.id,
         "operation": operation.kind,

@@ -19,7 +19,9 @@ from router.server.responder import HOLD, OUT, Responder
 
 CONTEXT = "qarr.context"  # in a scope: what ``context_of`` returns
 LARGE_BODY = 1 << 16  # bytes
-CODINGS = ("gzip", "deflate", "zstd")  # of a request's body
+CODINGS = ("gzip", "deflate", "zstd")  # that a request's body may have
+MAX_CODINGS = 2  # undoing a long list would keep other requests waiting
+ZSTD_WINDOW_BYTES = 1 << 23  # what RFC 8878 recommends that decoders support, and no more
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -30,15 +32,15 @@ class ClientGoneError(Exception):
 
 
 class UnknownCodingError(Exception):
-    """A request body in a coding that is not known here, or not in the one that its head says."""
+    """A request body has a coding that is not known here, or not the one that its head names."""
 
 
 class ForeignHostError(Exception):
-    """A request to a name that is not known to be this router's."""
+    """A request names a host that is not known to be this router."""
 
 
 class ForeignPageError(Exception):
-    """A request that a web page of another origin made its reader's browser send."""
+    """A web page of another origin made its reader's browser send a request."""
 
 
 def context_of(scope: Scope) -> RequestContext:
@@ -47,12 +49,12 @@ def context_of(scope: Scope) -> RequestContext:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """Read a request's body, up to ``limit`` bytes, these also without its coding; a byte order mark is left out.
+    """Read a request's body without its coding and byte order mark: at most ``limit`` bytes, coded and decoded.
 
     Raises:
-        UnknownCodingError: It is coded in a way that is not known here, or not as its head says.
-        BodyTooLargeError: It is announced or found to be larger; the rest is left unread.
-        ClientGoneError: The client went away before it was complete.
+        UnknownCodingError: The body has a coding that is not known here, or not the one that its head names.
+        BodyTooLargeError: The body is announced or turns out to be larger; what remains is not read.
+        ClientGoneError: The client went away before the body was complete.
     """
     context: RequestContext = scope[CONTEXT]
     announced = context.sent.get(b"content-length", b"")
@@ -60,7 +62,8 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         raise BodyTooLargeError(limit)
     parts: list[bytes] = []
     size = 0
-    while True:
+    more_body = True
+    while more_body:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGoneError
@@ -69,28 +72,22 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         if size > limit:
             raise BodyTooLargeError(limit)
         parts.append(part)
-        if not message.get("more_body", False):
-            context.arrived = time.monotonic()
-            body = parts[0] if len(parts) == 1 else b"".join(parts)
-            if b"content-encoding" in context.sent:
-                body = _decoded(body, context.header(b"content-encoding") or "", limit)
-            return body.removeprefix(BYTE_ORDER_MARK)
+        more_body = message.get("more_body", False)
+    context.arrived = time.monotonic()
+    body = parts[0] if len(parts) == 1 else b"".join(parts)
+    if b"content-encoding" in context.sent:
+        body = _decode(body, context.header(b"content-encoding") or "", limit)
+    return body.removeprefix(BYTE_ORDER_MARK)
 
 
-def _decoded(body: bytes, codings: str, limit: int) -> bytes:
-    layers = [name.strip().lower().removeprefix("x-") for name in codings.split(",") if name.strip()]
-    if layers[2:]:  # a long list would keep everybody waiting
-        raise UnknownCodingError(f"a body in {len(layers)} codings cannot be read: encode it once, or twice at most")
-    for coding in reversed(layers):
+def _decode(body: bytes, content_encoding: str, limit: int) -> bytes:
+    """Undo a body's codings, the last one first."""
+    codings = [name.strip().lower().removeprefix("x-") for name in content_encoding.split(",") if name.strip()]
+    if len(codings) > MAX_CODINGS:
+        raise UnknownCodingError(f"a body in {len(codings)} codings cannot be read: encode it once, or twice at most")
+    for coding in reversed(codings):
         try:
-            if coding == "gzip":
-                body = gzip.GzipFile(fileobj=BytesIO(body)).read(limit + 1)
-            elif coding == "deflate":
-                body = _inflated(body, limit)
-            elif coding == "zstd":
-                body = _zstd(body, limit)
-            elif coding != "identity":
-                raise UnknownCodingError(f"Content-Encoding {coding[:40]!r} is not supported: {', '.join(CODINGS)} are")
+            body = _decode_once(body, coding, limit)
         except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
             raise UnknownCodingError(f"the body is not {coding}, as its Content-Encoding says: {error}") from None
         if len(body) > limit:
@@ -98,35 +95,62 @@ def _decoded(body: bytes, codings: str, limit: int) -> bytes:
     return body
 
 
-def _inflated(body: bytes, limit: int) -> bytes:
-    headed = len(body) > 1 and body[0] & 15 == zlib.DEFLATED and not int.from_bytes(body[:2]) % 31  # RFC 1950
-    reader = zlib.decompressobj(zlib.MAX_WBITS if headed else -zlib.MAX_WBITS)  # some send it without zlib's header
-    found = reader.decompress(body, limit + 1)
-    if not reader.eof and len(found) <= limit:
+def _decode_once(body: bytes, coding: str, limit: int) -> bytes:
+    """Undo one coding, up to one byte over ``limit``, so that a small body cannot fill the memory."""
+    if coding == "gzip":
+        return gzip.GzipFile(fileobj=BytesIO(body)).read(limit + 1)
+    if coding == "deflate":
+        return _inflate(body, limit)
+    if coding == "zstd":
+        return _decode_zstd(body, limit)
+    if coding == "identity":
+        return body
+    raise UnknownCodingError(f"Content-Encoding {coding[:40]!r} is not supported: {', '.join(CODINGS)} are")
+
+
+def _inflate(body: bytes, limit: int) -> bytes:
+    """Undo ``deflate``, with zlib's header, as the standard says, or without it, as some clients send it."""
+    window_bits = zlib.MAX_WBITS
+    if not _has_zlib_header(body):
+        window_bits = -zlib.MAX_WBITS  # how zlib is told that there is no header
+    decompressor = zlib.decompressobj(window_bits)
+    content = decompressor.decompress(body, limit + 1)
+    if not decompressor.eof and len(content) <= limit:
         raise EOFError("it ends too early")
-    return found
+    return content
 
 
-def _zstd(body: bytes, limit: int) -> bytes:
-    decoder = zstandard.ZstdDecompressor(max_window_size=1 << 23)  # what RFC 8878 asks decoders for, and no more
-    found = decoder.stream_reader(body).read(limit + 1)
-    if len(found) <= limit:  # read again without a bound: the bounded reader does not tell of its end
-        frame = decoder.decompressobj()
+def _has_zlib_header(body: bytes) -> bool:
+    """Tell whether a body begins with a method and a check as in RFC 1950."""
+    if len(body) < 2:  # noqa: PLR2004
+        return False
+    method = body[0] & 15
+    is_check_right = int.from_bytes(body[:2]) % 31 == 0
+    return method == zlib.DEFLATED and is_check_right
+
+
+def _decode_zstd(body: bytes, limit: int) -> bytes:
+    decompressor = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES)
+    content = decompressor.stream_reader(body).read(limit + 1)
+    if len(content) <= limit:  # read it again without a bound, since the bounded reader does not tell of its end
+        frame = decompressor.decompressobj()
         frame.decompress(body)
         if not frame.eof or frame.unused_data:
             raise EOFError("it is not one whole frame")
-    return found
+    return content
 
 
 async def apart(size: int, work: Callable[[*Args], T], *args: *Args) -> T:
-    """Do work on a body of so many bytes: on a large one in a thread, so that it keeps nobody waiting."""
-    return await asyncio.to_thread(work, *args) if size > LARGE_BODY else work(*args)
+    """Do work on a body of so many bytes: on a large one in a thread, so that other requests need not wait for it."""
+    if size > LARGE_BODY:
+        return await asyncio.to_thread(work, *args)
+    return work(*args)
 
 
 def cancel_on_disconnect(scope: Scope) -> None:
     """Cancel the request's task if its client leaves before it has the whole answer.
 
-    What is left to do after the last byte is always done. ``ClientGoneError``: it has left already.
+    What remains to be done after the last byte is always done. ``ClientGoneError``: the client has left already.
     """
     out: Responder = scope[OUT]
     if out.cycle.disconnected:
@@ -137,7 +161,7 @@ def cancel_on_disconnect(scope: Scope) -> None:
 def start_message(
     headers: Mapping[str, str], media_type: str, more: Mapping[str, str], *, hold: bool = False
 ) -> Message:
-    """Return the ASGI message that starts an answer of status 200; with ``hold`` it is sent with what follows at once."""
+    """Return the ASGI message that starts an answer of status 200; with ``hold`` it waits to be sent with what follows."""
     pairs = [(b"content-type", media_type.encode("latin-1"))]
     for name, value in {**headers, **more}.items():
         pairs.append((name.encode(), value.encode("latin-1", "replace")))

@@ -18,11 +18,12 @@ from router.section import AdapterName, EngineAddress
 from router.settings import Settings
 from tiers.preparing import Preparing
 from tiers.quantization import QUANTIZATIONS, Quantization
-from tiers.snapshot import FleetSnapshot, ReplicaState
+from tiers.snapshot import FleetSnapshot, ReplicaState, TierSnapshot
 from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
+from tiers.speed import SpeedModel
 
-# Of OpenRouter's object, what means nothing here, or cannot be promised.
-NOT_HERE = (
+# Members of OpenRouter's object that mean nothing here, or promise what cannot be kept.
+UNSUPPORTED_PREFERENCES = (
     "zdr", "enforce_distillable_text", "max_price", "preferred_min_throughput", "preferred_max_latency",
 )  # fmt: skip
 
@@ -30,7 +31,7 @@ NOT_HERE = (
 class ProviderBody(BaseModel):
     """Preferences among what may serve a request; the providers are the tiers.
 
-    ``require_parameters`` and ``data_collection`` are taken with OpenRouter's own default only, which asks for nothing.
+    ``require_parameters`` and ``data_collection`` may only have OpenRouter's own default, which asks for nothing.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -69,10 +70,10 @@ def provider_allowed(tiers: Sequence[TierName]) -> dict[str, str]:
     }
 
 
-MOST_ERRORS = 10  # that one answer tells of a body
-MOST_NAME_CHARS = 100  # of a field that the caller has named
-READ_CHARS = 50_000  # of all errors, rendered: more than the first few take
-BROKEN = {ReplicaStatus.FAILED, ReplicaStatus.UNREACHABLE, ReplicaStatus.QUARANTINED}
+MAX_ERRORS = 10  # one answer lists no more
+MAX_NAME_CHARS = 100  # callers may name fields as they like
+MAX_RENDERED_CHARS = 50_000  # rendered errors are read so far: the first few take less
+BROKEN_STATES = {ReplicaStatus.FAILED, ReplicaStatus.UNREACHABLE, ReplicaStatus.QUARANTINED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +85,19 @@ class FieldProblem:
 
 class InvalidBodyError(Exception):
     def __init__(self, problems: tuple[FieldProblem, ...]) -> None:
-        super().__init__("; ".join(f"{p.field}: {p.problem}" for p in problems))
+        super().__init__("; ".join(f"{problem.field}: {problem.problem}" for problem in problems))
         self.problems = problems
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
     limits: LimitSettings = field(default_factory=LimitSettings)
-    tiers: tuple[TierName, ...] = STANDARD_TIERS  # that requests may name
-    tier_policy: TierPolicy = "require"  # of a tier named as a model, if the request says none
+    tiers: tuple[TierName, ...] = STANDARD_TIERS  # requests may name these
+    tier_policy: TierPolicy = "require"  # applies to a tier named as a model, unless the request has a policy
 
     @classmethod
     def of(cls, settings: Settings) -> Rules:
-        return cls(settings.limits, settings.tiers.names, settings.openai.tier_policy)
+        return cls(limits=settings.limits, tiers=settings.tiers.names, tier_policy=settings.openai.tier_policy)
 
 
 STANDARD_RULES = Rules()
@@ -135,11 +136,24 @@ class RoutingFields(BaseModel):
 
     def options(self, priority: int, hint_field: str) -> RoutingOptions:
         """Return the options as the pipeline knows them; ``hint_field`` is the field or header that named the tier."""
-        sla, hint = NO_BOUNDS, self.tier if isinstance(self.tier, TierName) else None
+        hint = self.tier if isinstance(self.tier, TierName) else None
+        sla = NO_BOUNDS
         if self.sla.model_fields_set:
-            sla = Sla(self.sla.ttft_ms, self.sla.tpot_ms, self.sla.max_quality_loss, self.sla.confidence)
-        require, may_overflow = self.tier_policy == "require", self.overflow == "allow"
-        return RoutingOptions(hint, hint_field, require, sla, priority, truncate=self.truncate, overflow=may_overflow)
+            sla = Sla(
+                ttft_ms=self.sla.ttft_ms,
+                tpot_ms=self.sla.tpot_ms,
+                max_quality_loss=self.sla.max_quality_loss,
+                confidence=self.sla.confidence,
+            )
+        return RoutingOptions(
+            hint=hint,
+            hint_field=hint_field,
+            require=self.tier_policy == "require",
+            sla=sla,
+            priority=priority,
+            truncate=self.truncate,
+            overflow=self.overflow == "allow",
+        )
 
 
 class AdapterBody(BaseModel):
@@ -192,33 +206,33 @@ REMOVE_ALLOWED = {"now": "true or false; true: open requests are not waited for"
 
 def parse_replica(body: bytes, tiers: Collection[TierName]) -> tuple[TierName, str]:
     """Return the tier and the address of an engine that is to be added; see ``parsed``."""
-    found = parsed(ReplicaBody, body, lambda _: REPLICA_ALLOWED)
+    replica = parsed(ReplicaBody, body, lambda _: REPLICA_ALLOWED)
     for tier in tiers:
-        if tier == found.tier:
-            return tier, found.url
+        if tier == replica.tier:
+            return tier, replica.url
     raise InvalidBodyError((FieldProblem("tier", "there is no such tier", ", ".join(tiers)),))
 
 
-B = TypeVar("B", bound=BaseModel)
+Body = TypeVar("Body", bound=BaseModel)
 
 
 def parsed(
-    kind: type[B], body: bytes, allowed: Callable[[Rules], Mapping[str, str]], rules: Rules = STANDARD_RULES
-) -> B:
+    model: type[Body], body: bytes, allowed: Callable[[Rules], Mapping[str, str]], rules: Rules = STANDARD_RULES
+) -> Body:
     """Parse a body; ``allowed`` returns the allowed values of each field.
 
-    ``InvalidBodyError``: it is not UTF-8, not JSON, or a field is wrong; lists every problem.
+    ``InvalidBodyError``: the body is not UTF-8, not JSON, or has wrong fields; the error lists them.
     """
     try:
-        return kind.model_validate_json(body, context=rules)
+        return model.model_validate_json(body, context=rules)
     except ValidationError as error:
         raise InvalidBodyError(problems_of(error, allowed(rules))) from None  # pydantic's own text quotes the input
 
 
 def routing_allowed(rules: Rules) -> dict[str, str]:
-    *others, last = ("auto", *rules.tiers)
+    *first_names, last_name = ("auto", *rules.tiers)
     return {
-        "tier": f"{', '.join(others)} or {last}",
+        "tier": f"{', '.join(first_names)} or {last_name}",
         "tier_policy": "prefer or require",
         "sla": "an object with any of ttft_ms, tpot_ms, max_quality_loss, confidence",
         "sla.ttft_ms": "a number of milliseconds above 0",
@@ -233,42 +247,61 @@ def routing_allowed(rules: Rules) -> dict[str, str]:
 
 def problems_of(error: ValidationError, allowed: Mapping[str, str], *within: str) -> tuple[FieldProblem, ...]:
     """Return the errors that pydantic found in a body, or in the object ``within`` it, with what is allowed."""
-    told = tuple(_problem_of({**each, "loc": (*within, *each["loc"])}, allowed) for each in first_errors(error))
-    beyond = error.error_count() - len(told)
-    return (*told, FieldProblem("body", f"{beyond} more errors of this kind", "none")) if beyond else told
+    problems = [_problem_of((*within, *details["loc"]), details, allowed=allowed) for details in first_errors(error)]
+    further = error.error_count() - len(problems)
+    if further:
+        problems.append(FieldProblem("body", f"{further} more errors of this kind", "none"))
+    return tuple(problems)
 
 
 def first_errors(error: ValidationError) -> list[ErrorDetails]:
     """Return the first few errors that pydantic found: a body may have a hundred thousand, which take long to render."""
-    if error.error_count() <= MOST_ERRORS:
+    if error.error_count() <= MAX_ERRORS:
         return error.errors(include_url=False, include_input=False)
-    text = error.json(include_url=False, include_input=False, include_context=False)
-    found: list[ErrorDetails] = from_json(text[:READ_CHARS], allow_partial=True)
-    return [each for each in found[:MOST_ERRORS] if "msg" in each]  # the last one may be cut
+    rendered = error.json(include_url=False, include_input=False, include_context=False)
+    errors: list[ErrorDetails] = from_json(rendered[:MAX_RENDERED_CHARS], allow_partial=True)
+    return [details for details in errors[:MAX_ERRORS] if "msg" in details]  # the last one may be cut
 
 
-def _problem_of(error: ErrorDetails, allowed: Mapping[str, str]) -> FieldProblem:
-    field = ".".join(str(part)[:MOST_NAME_CHARS] for part in error["loc"])
-    named = ".".join(part for part in error["loc"] if isinstance(part, str))  # without the places in lists
+def _problem_of(location: tuple[int | str, ...], error: ErrorDetails, *, allowed: Mapping[str, str]) -> FieldProblem:
+    """Return one of pydantic's errors, with the place of its field in the whole body."""
+    field = ".".join(str(part)[:MAX_NAME_CHARS] for part in location)
     if not field:
         return FieldProblem("body", message_of(error), "a JSON object in UTF-8")
+    name = ".".join(part for part in location if isinstance(part, str))  # without the places in lists
     if error["type"] == "extra_forbidden":
-        prefix = named.rpartition(".")[0]
-        foreign = error["loc"][0] == "provider" and error["loc"][-1] in NOT_HERE
-        problem = "is not supported here" if foreign else "there is no such field"
-        names = [n.rpartition(".")[2] for n in allowed if n.rpartition(".")[0] == prefix]
-        return FieldProblem(field, problem, ", ".join(names))
-    return FieldProblem(field, message_of(error), allowed.get(named, ""))
+        members = _members(name.rpartition(".")[0], allowed)
+        return FieldProblem(field, _unknown_field_text(location), ", ".join(members))
+    return FieldProblem(field, message_of(error), allowed.get(name, ""))
+
+
+def _unknown_field_text(location: tuple[int | str, ...]) -> str:
+    if location[0] == "provider" and location[-1] in UNSUPPORTED_PREFERENCES:
+        return "is not supported here"
+    return "there is no such field"
+
+
+def _members(object_name: str, allowed: Mapping[str, str]) -> list[str]:
+    """Return the names of the members that an object may have; the body itself has an empty name."""
+    members = []
+    for name in allowed:
+        parent, _, member = name.rpartition(".")
+        if parent == object_name:
+            members.append(member)
+    return members
 
 
 def message_of(error: ErrorDetails) -> str:
+    """Return what is wrong with a field, as the rest of a sentence that begins with its name."""
     if error["type"] == "too_short" and error["msg"].endswith("not 0"):
         return "is empty"
     if error["type"] == "json_invalid":
         return "is not JSON" + error["msg"].removeprefix("Invalid JSON")
     message = error["msg"].removeprefix("Value error, ")
-    kind, found, rest = message.partition(" should ")  # of "Input should be" and "String should have"
-    return f"should {rest}" if found and kind.isalpha() else message[:1].lower() + message[1:]
+    subject, should, expected = message.partition(" should ")  # as in "Input should be" and "String should have"
+    if should and subject.isalpha():
+        return f"should {expected}"
+    return message[:1].lower() + message[1:]
 
 
 def render_fleet(
@@ -283,27 +316,37 @@ def render_fleet(
         "model": model,
         "machine": machine,
         "scope": "all" if inside else "own",
-        "tiers": [
-            {
-                "tier": tier.spec.name,
-                "precision": tier.spec.precision,
-                "state": tier.status.value,
-                "preparing": render_preparing(tier.preparing) if tier.preparing is not None else None,
-                "detail": tier.preparing.failed or "" if tier.preparing is not None and inside else "",
-                "checkpoint": str(tier.spec.checkpoint) if tier.spec.checkpoint and inside else None,
-                "checkpoint_digest": tier.spec.digest,
-                "identity": tier.spec.identity if inside else tier.spec.digest,
-                "max_num_seqs": tier.spec.max_num_seqs,
-                "max_model_len": tier.spec.max_model_len,
-                "adapters": list(tier.spec.adapters),
-                "max_in_flight": tier.spec.max_in_flight,
-                "replicas": [
-                    {**_render_replica(replica, output_tokens, now, inside=inside), "source": sources.get(replica.id)}
-                    for replica, output_tokens in zip(tier.replicas, tier.output_tokens, strict=True)
-                ],
-            }
-            for tier in fleet.tiers
-        ],
+        "tiers": [_render_tier(tier, sources, now, inside=inside) for tier in fleet.tiers],
+    }
+
+
+def _render_tier(tier: TierSnapshot, sources: Mapping[str, str | None], now: float, *, inside: bool) -> dict[str, Any]:
+    spec = tier.spec
+    preparing = None
+    detail = ""
+    if tier.preparing is not None:
+        preparing = render_preparing(tier.preparing)
+        if inside:
+            detail = tier.preparing.failed or ""
+    replicas = []
+    for replica, output_tokens in zip(tier.replicas, tier.output_tokens, strict=True):
+        rendered = _render_replica(replica, output_tokens, now, inside=inside)
+        rendered["source"] = sources.get(replica.id)
+        replicas.append(rendered)
+    return {
+        "tier": spec.name,
+        "precision": spec.precision,
+        "state": tier.status.value,
+        "preparing": preparing,
+        "detail": detail,
+        "checkpoint": str(spec.checkpoint) if spec.checkpoint and inside else None,
+        "checkpoint_digest": spec.digest,
+        "identity": spec.identity if inside else spec.digest,
+        "max_num_seqs": spec.max_num_seqs,
+        "max_model_len": spec.max_model_len,
+        "adapters": list(spec.adapters),
+        "max_in_flight": spec.max_in_flight,
+        "replicas": replicas,
     }
 
 
@@ -318,13 +361,11 @@ def render_preparing(preparing: Preparing) -> dict[str, Any]:
 
 
 def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(to_json(body), status, headers, "application/json")
+    return Response(to_json(body), status, headers=headers, media_type="application/json")
 
 
 def _render_replica(replica: ReplicaState, output_tokens: int, now: float, *, inside: bool) -> dict[str, Any]:
-    gauges, speed = replica.gauges, replica.speed
-    ttft_trend, tpot_trend = replica.trends.means(now, speed)
-    acceptance, hit_rate = (None, None) if gauges is None else (gauges.acceptance, gauges.hit_rate)
+    ttft_trend, tpot_trend = replica.trends.means(now, replica.speed)
     return {
         "id": replica.id,
         "url": replica.url if inside else None,
@@ -340,37 +381,87 @@ def _render_replica(replica: ReplicaState, output_tokens: int, now: float, *, in
         "output_tokens_outstanding": output_tokens,
         "served": replica.served,
         "failed": replica.failed,
-        "engine_running": gauges.running if gauges else None,
-        "engine_waiting": gauges.waiting if gauges else None,
-        "kv_cache_usage": gauges.kv_cache_usage if gauges else None,
+        **_render_engine(replica),
+        **_render_speed(replica.speed, tpot_trend),
+        "ttft_trend": round(math.exp(ttft_trend), 3),
+        "tpot_trend": round(math.exp(tpot_trend), 3),
+    }
+
+
+def _render_engine(replica: ReplicaState) -> dict[str, Any]:
+    """Return what a replica's engine says of itself, and what is known of its KV cache."""
+    rendered: dict[str, Any] = {
+        "engine_running": None,
+        "engine_waiting": None,
+        "kv_cache_usage": None,
         "kv_cache_tokens": replica.kv.size or None,
         "kv_cache_tokens_held": replica.kv.held,
         "kv_pressure": replica.kv.pressure,
-        "prefix_cache_hit_rate": None if hit_rate is None else round(hit_rate, 3),
-        "draft_acceptance": None if acceptance is None else round(acceptance, 3),
-        "ttft_base_ms": round(speed.ttft_base_ms, 1) if speed else None,
-        "prefill_ms_per_token": round(speed.prefill_ms_per_token, 3) if speed else None,
-        "tpot_ms": round(speed.step_ms(1) * math.exp(tpot_trend), 2) if speed else None,
-        "speed_profiled": speed.profiled if speed else None,
-        "speed_source": speed.source if speed else None,
-        "step_base_ms": round(speed.step_base_ms, 3) if speed else None,
-        "step_ms_per_sequence": round(speed.step_ms_per_sequence, 3) if speed else None,
-        "ttft_trend": round(math.exp(ttft_trend), 3),
-        "tpot_trend": round(math.exp(tpot_trend), 3),
+        "prefix_cache_hit_rate": None,
+        "draft_acceptance": None,
+    }
+    gauges = replica.gauges
+    if gauges is not None:
+        rendered["engine_running"] = gauges.running
+        rendered["engine_waiting"] = gauges.waiting
+        rendered["kv_cache_usage"] = gauges.kv_cache_usage
+        rendered["prefix_cache_hit_rate"] = _rounded(gauges.hit_rate)
+        rendered["draft_acceptance"] = _rounded(gauges.acceptance)
+    return rendered
+
+
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else round(share, 3)
+
+
+_UNKNOWN_SPEED = dict.fromkeys((
+    "ttft_base_ms", "prefill_ms_per_token", "tpot_ms", "speed_profiled", "speed_source", "step_base_ms",
+    "step_ms_per_sequence",
+))  # fmt: skip
+
+
+def _render_speed(speed: SpeedModel | None, tpot_trend: float) -> Mapping[str, Any]:
+    """Return how fast a replica is expected to be; its time for a token is that of a single sequence, as measured lately."""
+    if speed is None:
+        return _UNKNOWN_SPEED
+    return {
+        "ttft_base_ms": round(speed.ttft_base_ms, 1),
+        "prefill_ms_per_token": round(speed.prefill_ms_per_token, 3),
+        "tpot_ms": round(speed.step_ms(1) * math.exp(tpot_trend), 2),
+        "speed_profiled": speed.profiled,
+        "speed_source": speed.source,
+        "step_base_ms": round(speed.step_base_ms, 3),
+        "step_ms_per_sequence": round(speed.step_ms_per_sequence, 3),
     }
 
 
 def health_of(fleet: FleetSnapshot, notes: Iterable[str] = (), *, serves: bool, inside: bool = True) -> dict[str, Any]:
     """Return whether requests are answered, and what an operator should look at; details, with addresses, if ``inside``."""
     tiers = [tier for tier in fleet.tiers if not tier.spec.absent]
-    reasons = [f"tier {t.spec.name} is {t.status.value}" for t in tiers if t.status is not ReplicaStatus.READY]
-    for replica in (replica for tier in tiers for replica in tier.replicas):
-        if replica.status in BROKEN:
-            reasons.append(f"{replica.id} is {replica.status.value}")
-        elif replica.status is ReplicaStatus.READY and replica.detail:
-            reasons.append(f"{replica.id}: {replica.detail if inside else 'GET /tiers says more'}")
-    reasons += notes
+    reasons = []
     if not serves:
-        reasons.insert(0, "the router is shutting down")
-    ready = serves and any(tier.status is ReplicaStatus.READY for tier in tiers)
-    return {"status": ("degraded" if reasons else "healthy") if ready else "unhealthy", "reasons": reasons}
+        reasons.append("the router is shutting down")
+    unready = [tier for tier in tiers if tier.status is not ReplicaStatus.READY]
+    reasons += [f"tier {tier.spec.name} is {tier.status.value}" for tier in unready]
+    for tier in tiers:
+        reasons += _complaints_of(tier.replicas, inside=inside)
+    reasons += notes
+    if not serves or len(unready) == len(tiers):
+        status = "unhealthy"
+    elif reasons:
+        status = "degraded"
+    else:
+        status = "healthy"
+    return {"status": status, "reasons": reasons}
+
+
+def _complaints_of(replicas: Sequence[ReplicaState], *, inside: bool) -> list[str]:
+    """Return which replicas are broken, and which are ready but say something."""
+    complaints = []
+    for replica in replicas:
+        if replica.status in BROKEN_STATES:
+            complaints.append(f"{replica.id} is {replica.status.value}")
+        elif replica.status is ReplicaStatus.READY and replica.detail:
+            detail = replica.detail if inside else "GET /tiers says more"
+            complaints.append(f"{replica.id}: {detail}")
+    return complaints

@@ -1,4 +1,4 @@
-"""How every endpoint answers: parse, decide, take a place, relay. Endpoints differ in what an ``Endpoint`` holds only."""
+"""How every endpoint answers: parse, decide, take a slot, relay. Endpoints differ only in what an ``Endpoint`` holds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Encoder(Protocol):
     """Makes an answer's chunks the events of one endpoint, each with the empty line after it."""
 
     def feed(self, chunks: Sequence[Chunk]) -> bool:
-        """Send the events for what came together, if any of it is shown; tell whether more is taken now."""
+        """Send the events for chunks that came together; tell whether the client takes more now."""
 
     def end(self) -> list[bytes]:
         """Return the events that end a complete answer."""
@@ -64,17 +64,21 @@ class Endpoint:
     # reads a body; raises ``InvalidBodyError``, ``UnknownModelError`` or ``BeyondKeyError``
     parse: Callable[[bytes, RequestContext, Service], Call]
     encoder: Callable[[Call, ActiveRequest, Receiver], Encoder]  # returns what writes the events of a streamed answer
-    # returns an answer that is not streamed, and its media type
-    whole: Callable[[Call, ActiveRequest], Awaitable[tuple[bytes, str]]]
+    # returns the body of an answer that is not streamed, and its media type
+    unstreamed: Callable[[Call, ActiveRequest], Awaitable[tuple[bytes, str]]]
     resumes: bool = False  # whether ``Last-Event-ID`` goes on with a stream
 
     async def read(self, body: bytes, context: RequestContext, service: Service) -> Call:
+        """Parse a body, and cut its prompt if it fits no context and its caller has asked for that."""
         size = len(body)
         if size > LARGE_BODY:
             call = await apart(size, self.parse, body, context, service)
-        else:
+        else:  # saves most requests a coroutine
             call = self.parse(body, context, service)
-        if call.cut is None or (cutter := await cutter_for(call, service.pipeline, size)) is None:
+        if call.cut is None:
+            return call
+        cutter = await cutter_for(call, service.pipeline, size)
+        if cutter is None:
             return call
         return await apart(size, call.cut, call, cutter)
 
@@ -88,98 +92,124 @@ class Answering:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Work stops when the client goes away, unless the stream is resumable."""
-        service, endpoint = self.service, self.endpoint
+        service = self.service
+        endpoint = self.endpoint
         context: RequestContext = scope[CONTEXT]
-        pipeline, server = service.pipeline, service.settings.server
+        server = service.settings.server
         body = await read_body(scope, receive, server.max_body_bytes)
         cancel_on_disconnect(scope)
         last_event_id = context.sent.get(b"last-event-id")
-        if endpoint.resumes and last_event_id:  # the body is sent again as it was
-            stream, after = service.streams.find(last_event_id.decode("latin-1"), context.caller.key_id)
-            if stream.over and after == stream.newest:
-                service.streams.drop(stream)
-                await Response(status_code=204, headers=context.headers)(scope, receive, send)
-            else:
-                await self._read(stream, after, context, send)
+        if endpoint.resumes and last_event_id:  # the client has sent the body again, which the stream does not need
+            await self._resume(last_event_id, scope, receive, send)
             return
         call = await endpoint.read(body, context, service)
-        del body  # not to be held for as long as the answer takes
-        decision = await pipeline.decide(call)
+        del body  # or it would be held for as long as the answer takes
+        decision = await service.pipeline.decide(call)
         out: Responder = scope[OUT]
-        if call.streamed and server.silence_s:  # whose head says nothing of who answers
+        if call.streamed and server.silence_s:
+            # If the first event is late, the head is sent before it is known which tier answers.
             out.break_silences(server.silence_s, lambda: start_message(context.headers, EVENT_STREAM, STREAM_HEADERS))
         if call.resumable:
-            make = partial(self._respond, call, decision)
-            if (kept := service.streams.open(context.caller.key_id, make, context.request_id)) is not None:
-                await self._read(kept, 0, context, send)
+            stream = service.streams.open(
+                context.caller.key_id, partial(self._respond, call, decision), request_id=context.request_id
+            )
+            if stream is not None:
+                await self._read(stream, after=0, context=context, send=send)
                 return
             call = replace(call, resumable=False)
         await self._respond(call, decision, out)
 
+    async def _resume(self, last_event_id: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send a stream's events after one that the client has; no content if that was the last."""
+        context: RequestContext = scope[CONTEXT]
+        streams = self.service.streams
+        stream, after = streams.find(last_event_id.decode("latin-1"), context.caller.key_id)
+        if stream.over and after == stream.newest:
+            streams.drop(stream)
+            await Response(status_code=204, headers=context.headers)(scope, receive, send)
+        else:
+            await self._read(stream, after, context, send=send)
+
     async def _respond(self, call: Call, decision: Decision, out: Receiver) -> None:
         """Serve an answer: its head, what follows as it comes, then exactly one end or one error."""
         async with self.service.pipeline.serve(call, decision) as active:
-            headers, answer = answer_headers(active, self.service.settings.telemetry), active.answer
+            headers = answer_headers(active, self.service.settings.telemetry)
             if not call.streamed:
                 assert not isinstance(out, ResumableStream)
-                content, media_type = await self.endpoint.whole(call, active)
-                length = {"content-length": str(len(content))}
-                await out.respond(start_message({**call.context.headers, **headers}, media_type, length))
-                await out.respond(body_message(content, more=False))
+                await self._send_unstreamed(call, active, headers, out=out)
                 return
+            answer = active.answer
             assert isinstance(answer, EngineStream)
-            media_type = EVENT_STREAM if self.endpoint.resumes else answer.media_type or EVENT_STREAM
             if isinstance(out, ResumableStream):
                 out.begin({**headers, STREAM_ID: out.id})
             else:
-                whole_head = {**call.context.headers, **headers}
-                await out.respond(start_message(whole_head, media_type, STREAM_HEADERS, hold=True))
+                media_type = EVENT_STREAM
+                if not self.endpoint.resumes:
+                    media_type = answer.media_type or EVENT_STREAM
+                await out.respond(
+                    start_message({**call.context.headers, **headers}, media_type, STREAM_HEADERS, hold=True)
+                )
             encoder = self.endpoint.encoder(call, active, out)
             try:
                 await answer.relay(encoder.feed, out.drain)
-                end = encoder.end()
+                last_events = encoder.end()
             except UpstreamError as error:
                 answer.error = error
                 log.warning("request %s: %s on %s", call.context.request_id, error, answer.replica_id)
-                end = encoder.failure(error)
-            await out.end(end)
+                last_events = encoder.failure(error)
+            await out.end(last_events)
+
+    async def _send_unstreamed(
+        self, call: Call, active: ActiveRequest, headers: Mapping[str, str], *, out: Responder
+    ) -> None:
+        content, media_type = await self.endpoint.unstreamed(call, active)
+        length = {"content-length": str(len(content))}
+        await out.respond(start_message({**call.context.headers, **headers}, media_type, length))
+        await out.respond(body_message(content, more=False))
 
     async def _read(self, stream: ResumableStream, after: int, context: RequestContext, send: Send) -> None:
-        started = False
+        """Send a resumable stream's events after number ``after``, and as its last event what ends it early."""
+        has_started = False
 
         async def start(headers: Mapping[str, str]) -> None:
-            nonlocal started
-            started = True
+            nonlocal has_started
+            has_started = True
             await send(start_message({**headers, **context.headers}, EVENT_STREAM, STREAM_HEADERS))
 
         try:
-            await self.service.streams.read(stream, after, start, send)
+            await self.service.streams.read(stream, after, start=start, send=send)
         except (ResumedElsewhereError, StreamGoneError) as error:
-            if not started:
+            if not has_started:
                 raise
             event = describe(error).event(error_form(self.endpoint.path), context.ids)
             await send(body_message(event + SEPARATOR, more=False))
 
 
 def answer_headers(active: ActiveRequest, settings: TelemetrySettings) -> dict[str, str]:
-    answer, decision, queued = active.answer, active.decision, active.slot or active.diverted
+    """Return the headers that say who serves an answer, and why."""
+    answer = active.answer
+    decision = active.decision
     assert answer is not None
     if answer.overflow is not None:  # no tier answers
         headers = {"x-qarr-overflow": answer.overflow}
     else:
         headers = {"x-qarr-tier": answer.tier, "x-qarr-precision": answer.spec.precision}
     headers["x-qarr-reason"] = reason_of(decision, answer)
-    if queued is not None and queued.waited_ms:
-        headers["x-qarr-queue-ms"] = f"{queued.waited_ms:.0f}"
+    waited_for = active.slot or active.diverted
+    if waited_for is not None and waited_for.waited_ms:
+        headers["x-qarr-queue-ms"] = f"{waited_for.waited_ms:.0f}"
     if decision.degraded:
         headers["x-qarr-degraded"] = ", ".join(decision.degraded)
-    if settings.trace_url and (address := settings.trace_address(active.context.trace_id)):
-        headers["x-qarr-trace-url"] = address
+    if settings.trace_url:
+        trace_address = settings.trace_address(active.context.trace_id)
+        if trace_address:
+            headers["x-qarr-trace-url"] = trace_address
     if answer.ignored:
         headers["x-qarr-ignored"] = ", ".join(answer.ignored)
     if decision.query.truncated:
         headers["x-qarr-truncated"] = decision.query.truncated
-    if checkpoint := answer.attempt.hop.checkpoint:
+    checkpoint = answer.attempt.hop.checkpoint
+    if checkpoint:
         headers["x-qarr-checkpoint"] = checkpoint
     return headers
 
@@ -191,28 +221,35 @@ def reason_of(decision: Decision, answer: EngineAnswer) -> str:
 
 
 def report_on(call: Call, active: ActiveRequest) -> dict[str, Any] | None:
-    """Return who serves an answer and why, for its body; None: its caller did not ask."""
-    answer, decision = active.answer, active.decision
+    """Return who serves an answer and why, to be added to it; None if its caller did not ask for a report."""
+    answer = active.answer
     if not call.report or answer is None:
         return None
-    outside = answer.overflow is not None
-    return {
-        "tier": None if outside else answer.tier,
+    report: dict[str, Any] = {
+        "tier": answer.tier,
         "precision": answer.spec.precision,
         "checkpoint": answer.spec.checkpoint_id,
-        **({"overflow": answer.overflow} if outside else {}),
-        "reason": reason_of(decision, answer),
-        "class": decision.query.features.prompt_class.value,
     }
+    if answer.overflow is not None:
+        report["tier"] = None
+        report["overflow"] = answer.overflow
+    report["reason"] = reason_of(active.decision, answer)
+    report["class"] = active.decision.query.features.prompt_class.value
+    return report
 
 
-async def as_it_came(call: Call, active: ActiveRequest) -> tuple[bytes, str]:
-    answer, report = active.answer, report_on(call, active)
+async def engine_body(call: Call, active: ActiveRequest) -> tuple[bytes, str]:
+    """Return the body of an engine's answer as it came, with the report if its caller asked for one, and its media type."""
+    answer = active.answer
     assert isinstance(answer, BufferedAnswer)
-    content = with_member(answer.content, "qarr", report) if report else answer.content
+    content = answer.content
+    report = report_on(call, active)
+    if report is not None:
+        content = with_member(content, "qarr", report)
     return content, answer.media_type or "application/json"
 
 
 def with_member(content: bytes, name: str, value: object) -> bytes:
-    whole = content.rstrip()
-    return whole[:-1] + b"," + to_json(name) + b":" + to_json(value) + b"}"
+    """Return a JSON object with one member more, its other bytes as they are."""
+    object_text = content.rstrip()
+    return object_text[:-1] + b"," + to_json(name) + b":" + to_json(value) + b"}"

@@ -1,7 +1,7 @@
 """``POST /generate`` and ``POST /route``: their body, and the answer as text events.
 
-Every event of a stream has an id. One that was asked for as resumable is made by a task of its own and kept for a while, so
-that its caller may lose the connection and go on with the header ``Last-Event-ID``.
+Every event of a stream has an id. A resumable stream is made by a task of its own and kept for a while, so that its caller
+may lose the connection and read on with the header ``Last-Event-ID``.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ from router.upstream.engine_request import EngineRequest
 from router.upstream.engine_stream import EngineStream
 from router.upstream.progress import Continuable
 from router.upstream.sse import SEPARATOR, Chunk
+from tiers.fleet import Fleet
 
 MAX_MESSAGES = 1000
-MAX_STOPS, MAX_STOP_CHARS = 16, 200  # the engine holds as many characters back as the longest has
+MAX_STOPS = 16
+MAX_STOP_CHARS = 200  # the engine holds as many characters back as the longest has
 MAX_SEED = (1 << 63) - 1  # vLLM's bound
 
 
@@ -56,9 +58,11 @@ def _check_text(text: str, info: ValidationInfo) -> str:
     limits = (info.context or STANDARD_RULES).limits
     if len(text) > limits.max_prompt_chars:
         raise ValueError(f"has {len(text)} characters")
-    # A word needs a separator: a text of at most twice the limit in characters has no more words than that.
-    if len(text) > 2 * limits.max_prompt_words and (words := len(text.split())) > limits.max_prompt_words:
-        raise ValueError(f"has {words} words")
+    # A word needs a separator, so a text of at most twice as many characters as words are allowed has no more of them.
+    if len(text) > 2 * limits.max_prompt_words:
+        word_count = len(text.split())
+        if word_count > limits.max_prompt_words:
+            raise ValueError(f"has {word_count} words")
     return text
 
 
@@ -72,8 +76,15 @@ class MessageBody(BaseModel):
     content: Annotated[str, Text]
 
 
+def _listed_stops(stop: Any) -> Any:
+    """Return a single stop string as a list of one, and anything else as it is."""
+    if isinstance(stop, str):
+        return [stop]
+    return stop
+
+
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-StopStrings = Annotated[list[StopString], BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)]
+StopStrings = Annotated[list[StopString], BeforeValidator(_listed_stops)]
 
 
 class GenerateBody(RoutingFields):
@@ -116,8 +127,11 @@ class GenerateBody(RoutingFields):
     def _one_of_both(cls, prompt: str | None, info: ValidationInfo) -> str | None:
         if "messages" not in info.data:  # they are wrong by themselves
             return prompt
-        if (prompt is None) == (info.data["messages"] is None):
-            raise ValueError("is missing, and so is messages" if prompt is None else "is given, and so is messages")
+        has_messages = info.data["messages"] is not None
+        if prompt is None and not has_messages:
+            raise ValueError("is missing, and so is messages")
+        if prompt is not None and has_messages:
+            raise ValueError("is given, and so is messages")
         return prompt
 
     @field_validator("system_prompt")
@@ -165,29 +179,24 @@ def parse(content: bytes, context: RequestContext, service: Service) -> Call:
 
     Raises:
         BeyondKeyError: The priority is beyond the caller's key.
-        InvalidBodyError: It is not UTF-8 or JSON, a field is wrong, or no tier offers its adapter or a precision it allows.
+        InvalidBodyError: The body is not UTF-8 or JSON, a field is wrong, or no tier offers its adapter or a precision that
+            it allows.
     """
-    rules, fleet, limits = service.rules, service.pipeline.fleet, service.rules.limits
-    body = parsed(GenerateBody, content, allowed_values, rules)
-    if body.adapter is not None and body.adapter not in (offered := adapter_names(fleet)):
-        known = f"one of {', '.join(offered)}" if offered else "none: no tier offers an adapter"
-        raise InvalidBodyError((FieldProblem("adapter", f"{body.adapter[:100]!r} is offered by no tier", known),))
-    if body.messages is not None:
-        messages = [{"role": message.role, "content": message.content} for message in body.messages]
-    else:
-        system = [] if body.system_prompt is None else [{"role": "system", "content": body.system_prompt}]
-        messages = [*system, {"role": "user", "content": body.prompt or ""}]
-    asked_class = body.priority if "priority" in body.model_fields_set else None
-    priority = class_priority(context.caller, asked_class, "priority")
-    options, max_tokens = body.options(priority, "tier"), body.max_tokens or limits.default_max_tokens
-    sampling: dict[str, Any] = {"temperature": limits.default_temperature}
-    for name in ("temperature", "top_p", "repetition_penalty", "seed", "stop"):
-        if (value := getattr(body, name)) is not None:
-            sampling[name] = value
+    rules = service.rules
+    fleet = service.pipeline.fleet
+    body = parsed(GenerateBody, content, allowed_values, rules=rules)
+    _check_adapter(body.adapter, fleet)
+    messages = _messages_of(body)
+    priority = _priority_of(body, context)
+    max_tokens = body.max_tokens or rules.limits.default_max_tokens
+    sampling = _sampling_of(body, default_temperature=rules.limits.default_temperature)
+    cut = None
+    if body.truncate is not None:
+        cut = partial(_cut, is_chat=body.messages is not None)
     return Call(
         context=context,
         prompt=read_messages(messages, service.pipeline.counter),
-        options=options if body.provider is None else with_provider(options, body.provider, fleet),
+        options=with_provider(body.options(priority, "tier"), body.provider, fleet),
         asked=EngineRequest(
             document={"messages": messages, "max_tokens": max_tokens, **sampling},
             request_id=context.request_id,
@@ -195,124 +204,214 @@ def parse(content: bytes, context: RequestContext, service: Service) -> Call:
             wants_usage=True,
             chat=messages,
             asks_token_ids=True,
-            implied=("temperature",) if body.temperature is None else (),
+            implied=_implied_by(body),
             continuable=Continuable(max_tokens, sampling, priority),
             adapter=body.adapter,
-        ),  # streamed, so that an engine that stalls is noticed
+        ),  # always streamed from the engine, so that an engine that stalls is noticed
         max_tokens=max_tokens,
         limited=body.max_tokens is not None,
         session=session_of(context),
         streamed=body.stream,
         resumable=body.resumable,
-        cut=None if body.truncate is None else partial(_cut, chat=body.messages is not None),
+        cut=cut,
     )
 
 
-def _cut(call: Call, cutter: Cutter, *, chat: bool) -> Call:
-    messages, document = call.asked.chat or (), cast("Mapping[str, Any]", call.asked.document)
-    made = cutter.chat([dict(message) for message in messages], 0) if chat else cutter.prompt(messages)
-    if made is None:
+def _check_adapter(adapter: str | None, fleet: Fleet) -> None:
+    """Raise ``InvalidBodyError`` if a request names an adapter that no tier offers."""
+    if adapter is None:
+        return
+    offered = adapter_names(fleet)
+    if adapter in offered:
+        return
+    allowed = "none: no tier offers an adapter"
+    if offered:
+        allowed = f"one of {', '.join(offered)}"
+    raise InvalidBodyError((FieldProblem("adapter", f"{adapter[:100]!r} is offered by no tier", allowed),))
+
+
+def _messages_of(body: GenerateBody) -> list[dict[str, str]]:
+    """Return the chat that a body holds, or the one that its prompts make."""
+    if body.messages is not None:
+        return [{"role": message.role, "content": message.content} for message in body.messages]
+    user_message = {"role": "user", "content": body.prompt or ""}
+    if body.system_prompt is None:
+        return [user_message]
+    return [{"role": "system", "content": body.system_prompt}, user_message]
+
+
+def _priority_of(body: GenerateBody, context: RequestContext) -> int:
+    """Return the request's priority in vLLM's numbers; ``BeyondKeyError``: the caller's key does not allow it."""
+    if "priority" in body.model_fields_set:
+        return class_priority(context.caller, body.priority, "priority")
+    return class_priority(context.caller, None, "priority")
+
+
+def _sampling_of(body: GenerateBody, *, default_temperature: float) -> dict[str, Any]:
+    """Return the sampling parameters that an engine is sent: a temperature always, others if the body has them."""
+    sampling: dict[str, Any] = {"temperature": default_temperature}
+    for name in ("temperature", "top_p", "repetition_penalty", "seed", "stop"):
+        value = getattr(body, name)
+        if value is not None:
+            sampling[name] = value
+    return sampling
+
+
+def _implied_by(body: GenerateBody) -> tuple[str, ...]:
+    """Return the members of the engine's body that the caller has not named."""
+    if body.temperature is None:
+        return ("temperature",)
+    return ()
+
+
+def _cut(call: Call, cutter: Cutter, *, is_chat: bool) -> Call:
+    """Return a call with a shorter prompt; the same call if no cut makes the prompt fit."""
+    messages = call.asked.chat or ()
+    shorter_messages = _cut_messages(messages, cutter, is_chat=is_chat)
+    if shorter_messages is None:
         return call
-    asked = replace(call.asked, chat=made, document={**document, "messages": made})
-    shorter = replace(call, asked=asked, prompt=read_messages(made, cutter.counter))
-    return replace(shorter, truncated=cutter.disclosed(shorter, len(messages) - len(made)))
+    document = {**cast("Mapping[str, Any]", call.asked.document), "messages": shorter_messages}
+    engine_request = replace(call.asked, chat=shorter_messages, document=document)
+    shorter = replace(call, asked=engine_request, prompt=read_messages(shorter_messages, cutter.counter))
+    return replace(shorter, truncated=cutter.disclosed(shorter, len(messages) - len(shorter_messages)))
+
+
+def _cut_messages(
+    messages: Sequence[Mapping[str, Any]], cutter: Cutter, *, is_chat: bool
+) -> list[dict[str, Any]] | None:
+    if is_chat:
+        return cutter.chat([dict(message) for message in messages], 0)
+    return cutter.prompt(messages)
 
 
 def read_messages(messages: Sequence[Mapping[str, str]], counter: TokenCounter) -> PromptText:
-    first, last = messages[0], messages[-1]
-    if len(messages) == 1 or (len(messages) == 2 and first["role"] == "system"):  # noqa: PLR2004
-        # A prompt, which is counted when it is classified.
-        tokens, parts = 0, [chat_part("user", last["content"], -1)]
-        if last is not first:
-            tokens = counter.count(first["content"])
-            parts.insert(0, chat_part("system", first["content"], tokens))
-        return PromptText(
-            last["content"], system_tokens=tokens, messages=len(messages), system=last is not first, parts=tuple(parts)
-        )
+    """Return what routing reads of messages: of one prompt, perhaps after a system prompt, or of a longer chat."""
+    if len(messages) == 1:
+        return _read_prompt(None, messages[0]["content"], counter)
+    if len(messages) == 2 and messages[0]["role"] == "system":  # noqa: PLR2004
+        return _read_prompt(messages[0]["content"], messages[1]["content"], counter)
     texts = [message["content"] for message in messages]
-    counted = [chat_part(m["role"], text, counter.count(text)) for m, text in zip(messages, texts, strict=True)]
-    total = sum(part.tokens for part in counted)
+    parts = [
+        chat_part(message["role"], text, counter.count(text)) for message, text in zip(messages, texts, strict=True)
+    ]
+    prompt_tokens = sum(part.tokens for part in parts)
     return PromptText(
-        last_turn(messages, texts),
-        prompt_tokens=total,
-        all_tokens=total,
+        text=last_turn(messages, texts),
+        prompt_tokens=prompt_tokens,
+        all_tokens=prompt_tokens,
         messages=len(messages),
         system=messages[0]["role"] == "system",
-        parts=tuple(counted),
+        parts=tuple(parts),
+    )
+
+
+def _read_prompt(system_prompt: str | None, prompt: str, counter: TokenCounter) -> PromptText:
+    """Return what routing reads of one prompt, whose tokens are counted later, when it is classified."""
+    prompt_part = chat_part("user", prompt, -1)
+    if system_prompt is None:
+        return PromptText(text=prompt, messages=1, parts=(prompt_part,))
+    system_tokens = counter.count(system_prompt)
+    return PromptText(
+        text=prompt,
+        system_tokens=system_tokens,
+        messages=2,
+        system=True,
+        parts=(chat_part("system", system_prompt, system_tokens), prompt_part),
     )
 
 
 class TextEvents:
     """Writes an answer as text events, then one ``done`` or one ``error`` event."""
 
-    __slots__ = ("_answer", "_context", "_number", "_out")
+    __slots__ = ("_answer", "_context", "_last_number", "_out")
 
     def __init__(self, call: Call, active: ActiveRequest, out: Receiver) -> None:
         assert isinstance(active.answer, EngineStream)
-        self._answer, self._context, self._out = active.answer, call.context, out
-        self._number = None if call.resumable else 0  # of the event's id, unless that names the stream as well
+        self._answer = active.answer
+        self._context = call.context
+        self._out = out
+        # Number of the last event, which is its id. A resumable stream numbers its events itself.
+        self._last_number: int | None = 0
+        if call.resumable:
+            self._last_number = None
 
     def feed(self, chunks: Sequence[Chunk]) -> bool:
-        events, number = [], self._number
+        events = []
+        number = self._last_number
         for chunk in chunks:
-            if chunk.text:
-                event = b"data: " + to_json({"text": chunk.text}) + b"\n\n"
-                if number is not None:
-                    number += 1
-                    event = b"id: %d\n" % number + event
-                events.append(event)
-        self._number = number
+            if not chunk.text:
+                continue
+            event = b"data: " + to_json({"text": chunk.text}) + b"\n\n"
+            if number is not None:
+                number += 1
+                event = b"id: %d\n" % number + event
+            events.append(event)
+        self._last_number = number
         return self._out.feed(events)
 
     def end(self) -> list[bytes]:
-        return [self._id() + b"event: done\ndata: " + to_json(closing(self._answer)) + SEPARATOR]
+        return [self._final_id() + b"event: done\ndata: " + to_json(closing(self._answer)) + SEPARATOR]
 
     def failure(self, error: Exception) -> list[bytes]:
-        return [self._id() + describe(error).event(ErrorForm.PROBLEM, self._context.ids) + SEPARATOR]
+        event = describe(error).event(ErrorForm.PROBLEM, self._context.ids)
+        return [self._final_id() + event + SEPARATOR]
 
-    def _id(self) -> bytes:
-        return b"" if self._number is None else b"id: %d\n" % (self._number + 1)
+    def _final_id(self) -> bytes:
+        """Return the line with the id of the event that ends the stream; nothing if the stream numbers its events."""
+        if self._last_number is None:
+            return b""
+        return b"id: %d\n" % (self._last_number + 1)
 
 
-async def _whole(call: Call, active: ActiveRequest) -> tuple[bytes, str]:
-    answer, parts = active.answer, list[str]()
+async def _unstreamed(call: Call, active: ActiveRequest) -> tuple[bytes, str]:
+    """Return the body of an answer that is not streamed, and its media type."""
+    answer = active.answer
     assert isinstance(answer, EngineStream)
+    texts: list[str] = []
 
     def feed(chunks: Sequence[Chunk]) -> bool:
-        parts.extend(chunk.text for chunk in chunks)
+        texts.extend(chunk.text for chunk in chunks)
         return True
 
     await answer.relay(feed, partial(sleep, 0))
-    return to_json({"text": "".join(parts), **closing(answer), **call.context.ids}), "application/json"
+    body = {"text": "".join(texts), **closing(answer), **call.context.ids}
+    return to_json(body), "application/json"
 
 
 def closing(answer: EngineStream) -> dict[str, Any]:
-    tpot_ms, outside = answer.tpot_ms, answer.overflow is not None
-    return {
-        "usage": None if outside and not answer.usage else answer.usage,
-        "finish_reason": answer.finish_reason,
-        "tier": None if outside else answer.tier,
-        **({"overflow": answer.overflow} if outside else {}),
-        "continued_on": [part.tier for part in answer.parts],
-        "ttft_ms": round(answer.ttft_ms or 0.0, 1),
-        "tpot_ms": round(tpot_ms, 2) if tpot_ms is not None else None,
-    }
+    """Return what is said of an answer at its end: its token counts, who served it, and its times."""
+    members: dict[str, Any] = {"usage": answer.usage, "finish_reason": answer.finish_reason, "tier": answer.tier}
+    if answer.overflow is not None:
+        members["usage"] = answer.usage or None  # a foreign server may count nothing
+        members["tier"] = None
+        members["overflow"] = answer.overflow
+    members["continued_on"] = [part.tier for part in answer.parts]
+    members["ttft_ms"] = round(answer.ttft_ms or 0.0, 1)
+    tpot_ms = answer.tpot_ms
+    if tpot_ms is not None:
+        tpot_ms = round(tpot_ms, 2)
+    members["tpot_ms"] = tpot_ms
+    return members
 
 
-GENERATE = Endpoint("/generate", parse, TextEvents, _whole, resumes=True)
+GENERATE = Endpoint("/generate", parse=parse, encoder=TextEvents, unstreamed=_unstreamed, resumes=True)
 
 
 async def decision_alone(service: Service, request: Request) -> Response:
-    """Answer ``POST /route``: the decision, without generating, as a request of no tokens; of a refusal ``tier`` is null."""
-    context, pipeline = context_of(request.scope), service.pipeline
+    """Answer ``POST /route``: decide without generating, and count a request of no tokens.
+
+    The ``tier`` of a refusal is null.
+    """
+    context = context_of(request.scope)
+    pipeline = service.pipeline
     body = await read_body(request.scope, request.receive, service.settings.server.max_body_bytes)
     call = await GENERATE.read(body, context, service)
     grant = await pipeline.quotas.enter(context.caller, 0, context.limits)
-    counted: int | None = None
+    used_tokens: int | None = None  # nothing counts against the quota if no decision is made
     try:
         rendered = render_decision(await pipeline.decide(call, serve=False))
-        counted = 0
+        used_tokens = 0
     finally:
         if grant is not None:
-            await grant.settle(counted)
+            await grant.settle(used_tokens)
     return json_response(rendered, headers=context.headers)

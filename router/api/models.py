@@ -18,7 +18,7 @@ from router.upstream.json_object import JsonObject, NotJsonError
 from tiers.fleet import Fleet
 from tiers.quantization import shown_quantization
 from tiers.snapshot import TierSnapshot
-from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName
+from tiers.spec import STANDARD_TIERS, ReplicaStatus, TierName, TierSpec
 
 ANY_TIER = {"auto": "auto", "qarr": "auto"}
 
@@ -28,16 +28,20 @@ class Choice(NamedTuple):
     adapter: str | None = None  # the LoRA adapter of that name; None: the name is none of an adapter
 
 
-_CHOICES = {name: Choice(tier) for name, tier in [*ANY_TIER.items(), *zip(STANDARD_TIERS, STANDARD_TIERS, strict=True)]}
+# The names that most requests have, so that these are looked up and nothing is made for them.
+_CHOICES: dict[str, Choice] = {name: Choice(tier) for name, tier in ANY_TIER.items()}
+_CHOICES.update((tier, Choice(tier)) for tier in STANDARD_TIERS)
 
 
-# Of vLLM's chat completions, by OpenAI's and OpenRouter's names. Tools need an engine that is started for them.
+# Parameters of vLLM's chat completions, by OpenAI's and OpenRouter's names. Tools need an engine that is started for them.
 PARAMETERS = (
     "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "min_p", "presence_penalty", "repetition_penalty",
     "response_format", "seed", "stop", "structured_outputs", "temperature", "top_k", "top_logprobs", "top_p",
 )  # fmt: skip
 NOT_WITH_DRAFT = {"min_p", "logit_bias"}
-SERVING, NOT_SERVING = 0, -10  # OpenRouter's best and worst status
+# OpenRouter's best and worst status.
+SERVING = 0
+NOT_SERVING = -10
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +53,28 @@ class Models:
     waiting: Callable[[TierName], int]  # requests in the router's queue that a tier may serve
 
     async def answer(self, request: Request) -> Response:
-        wanted, context = request.path_params.get("id"), context_of(request.scope)
-        allowed = context.caller.tiers
-        body = {"object": "list", "data": self._cards(allowed)} if wanted is None else self.card(wanted, allowed)
-        return json_response(body, headers=context.headers)
+        """Answer with one model, or with all that the caller may use."""
+        name = request.path_params.get("id")
+        context = context_of(request.scope)
+        allowed_tiers = context.caller.tiers
+        if name is None:
+            return json_response({"object": "list", "data": self._cards(allowed_tiers)}, headers=context.headers)
+        return json_response(self.card(name, allowed_tiers), headers=context.headers)
 
     async def endpoints(self, request: Request) -> Response:
-        """Answer with the tiers behind one model, in OpenRouter's form. Where engines are is not told to anybody."""
-        name, context = request.path_params["id"], context_of(request.scope)
+        """Answer with the tiers behind one model, in OpenRouter's form. It does not say where engines run."""
+        name = request.path_params["id"]
+        context = context_of(request.scope)
         card = self.card(name, context.caller.tiers)
-        tiers = [tier for tier in self.fleet.snapshot().tiers if tier.spec.name in card["tiers"]]
+        tier_names = card["tiers"]
+        description = self.model
+        if len(tier_names) > 1:
+            description = f"{self.model} at {len(tier_names)} precisions"
         data = {
             "id": name,
             "name": name,
             "created": card["created"],
-            "description": f"{self.model} at {len(card['tiers'])} precisions" if card["tiers"][1:] else self.model,
+            "description": description,
             "architecture": {
                 "modality": "text->text",
                 "input_modalities": ["text"],
@@ -71,54 +82,67 @@ class Models:
                 "tokenizer": "Other",
                 "instruct_type": None,
             },
-            "endpoints": [self._endpoint(tier) for tier in tiers],
+            "endpoints": [self._endpoint(tier) for tier in self.fleet.snapshot().tiers if tier.spec.name in tier_names],
         }
         return json_response({"data": data}, headers=context.headers)
 
-    def card(self, wanted: str, allowed: frozenset[TierName] | None) -> dict[str, Any]:
-        """Return what is told of one model, to a caller who may use some tiers (None: all).
+    def card(self, name: str, allowed_tiers: frozenset[TierName] | None) -> dict[str, Any]:
+        """Return what a caller who may use some tiers (None: all) is told about one model.
 
-        ``UnknownModelError``: there is none of the name, or the caller may use no tier behind it.
+        ``UnknownModelError``: there is no model of this name, or the caller may use no tier behind it.
         """
-        choice = choice_of(wanted, self.settings, self.fleet)
-        card = None if choice is None else self._card(wanted, choice, allowed)
-        if card is None or not card["tiers"]:
-            raise UnknownModelError(wanted, tuple(card["id"] for card in self._cards(allowed)))
-        return card
+        choice = choice_of(name, self.settings, self.fleet)
+        if choice is not None:
+            card = self._card(name, choice, allowed_tiers)
+            if card["tiers"]:
+                return card
+        raise UnknownModelError(name, tuple(card["id"] for card in self._cards(allowed_tiers)))
 
-    def _cards(self, allowed: frozenset[TierName] | None) -> list[dict[str, Any]]:
+    def _cards(self, allowed_tiers: frozenset[TierName] | None) -> list[dict[str, Any]]:
+        """Return all models that have one name each: those of tiers, aliases and adapters, without patterns."""
         names = model_names(self.settings, self.fleet)
         choices = {name: Choice(tier) for name, tier in names.items() if "*" not in name}
-        choices |= {name: Choice(adapter=name) for name in adapter_names(self.fleet) if name not in choices}
-        cards = (self._card(name, choice, allowed) for name, choice in choices.items())
-        return [card for card in cards if allowed is None or card["tiers"]]
+        for adapter in adapter_names(self.fleet):
+            choices.setdefault(adapter, Choice(adapter=adapter))
+        cards = [self._card(name, choice, allowed_tiers) for name, choice in choices.items()]
+        if allowed_tiers is None:
+            return cards
+        return [card for card in cards if card["tiers"]]
 
-    def _card(self, name: str, choice: Choice, allowed: frozenset[TierName] | None) -> dict[str, Any]:
-        specs = [
-            s for s in self.fleet.specs if choice.tier in {"auto", s.name} and (allowed is None or s.name in allowed)
-        ]
-        tiers = [s.name for s in specs if choice.adapter is None or choice.adapter in s.adapters]
-        return self._listed(name, None if name == choice.tier else choice.tier, tiers)
-
-    def _listed(self, name: str, parent: str | None, tiers: Sequence[TierName]) -> dict[str, Any]:
-        found = [behind(tier) for tier in self.fleet.snapshot().tiers if tier.spec.name in tiers]
-        max_model_len = max((tier["context_length"] for tier in found), default=0)
+    def _card(self, name: str, choice: Choice, allowed_tiers: frozenset[TierName] | None) -> dict[str, Any]:
+        tier_names = [spec.name for spec in self._specs_behind(choice, allowed_tiers)]
+        served_by = [behind(tier) for tier in self.fleet.snapshot().tiers if tier.spec.name in tier_names]
+        max_model_len = max((tier["context_length"] for tier in served_by), default=0)
         return {
             "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "qarr",
             "root": self.model,
-            "parent": parent,
+            "parent": None if name == choice.tier else choice.tier,
             "max_model_len": max_model_len,
             "context_length": max_model_len,
-            "tiers": tiers,
-            "served_by": found,
+            "tiers": tier_names,
+            "served_by": served_by,
         }
 
+    def _specs_behind(self, choice: Choice, allowed_tiers: frozenset[TierName] | None) -> Sequence[TierSpec]:
+        """Return the tiers that may serve a model's requests, of those that a caller may use (None: all)."""
+        specs: Sequence[TierSpec] = self.fleet.specs
+        if choice.tier != "auto":
+            specs = [spec for spec in specs if spec.name == choice.tier]
+        if choice.adapter is not None:
+            specs = [spec for spec in specs if choice.adapter in spec.adapters]
+        if allowed_tiers is not None:
+            specs = [spec for spec in specs if spec.name in allowed_tiers]
+        return specs
+
     def _endpoint(self, tier: TierSnapshot) -> dict[str, Any]:
-        spec, ready = tier.spec, tier.status is ReplicaStatus.READY
-        parameters = [p for p in PARAMETERS if spec.draft is None or p not in NOT_WITH_DRAFT]
+        """Return what OpenRouter's form says of a tier."""
+        spec = tier.spec
+        parameters = list(PARAMETERS)
+        if spec.draft is not None:
+            parameters = [name for name in PARAMETERS if name not in NOT_WITH_DRAFT]
         return {
             **behind(tier),
             "name": f"QARR | {spec.name}",
@@ -129,7 +153,7 @@ class Models:
             "max_prompt_tokens": None,
             "pricing": None,
             "supported_parameters": parameters,
-            "status": SERVING if ready else NOT_SERVING,
+            "status": SERVING if tier.status is ReplicaStatus.READY else NOT_SERVING,
             "uptime_last_30m": None,
             "replicas": len(tier.replicas),
             "replicas_ready": len(tier.ready),
@@ -140,6 +164,7 @@ class Models:
 
 
 def behind(tier: TierSnapshot) -> dict[str, Any]:
+    """Return what a model's card says of a tier that serves it."""
     spec = tier.spec
     return {
         "tier": spec.name,
@@ -160,29 +185,36 @@ def read_document(body: bytes) -> JsonObject:
 
 
 def model_names(settings: OpenAISettings, fleet: Fleet) -> dict[str, str]:
-    return {**ANY_TIER, **{spec.name: spec.name for spec in fleet.specs}, **settings.aliases}
+    """Return the names of models with the tiers that they stand for; aliases may be patterns."""
+    names = dict(ANY_TIER)
+    names.update((spec.name, spec.name) for spec in fleet.specs)
+    names.update(settings.aliases)
+    return names
 
 
 def adapter_names(fleet: Fleet) -> list[str]:
     """Return the LoRA adapters that some tier offers, sorted; one that has a model's name is reached by no request."""
-    return sorted(
-        {name for spec in fleet.specs for name in spec.adapters} - {*ANY_TIER, *(spec.name for spec in fleet.specs)}
-    )
+    offered: set[str] = set()
+    for spec in fleet.specs:
+        offered.update(spec.adapters)
+    return sorted(offered - {*ANY_TIER, *(spec.name for spec in fleet.specs)})
 
 
 def choice_of(name: str, settings: OpenAISettings, fleet: Fleet) -> Choice | None:
     """Return what a model name asks for; the engines' own name, which stands in answers, any tier. None: it is not known."""
     if name in _CHOICES and name not in settings.aliases:
         return _CHOICES[name]
-    if (tier := model_names(settings, fleet).get(name)) is not None:
+    tier = model_names(settings, fleet).get(name)
+    if tier is not None:
         return Choice(tier)
     if name in adapter_names(fleet):
         return Choice(adapter=name)
-    patterns = ((alias, tier) for alias, tier in settings.aliases.items() if "*" in alias)
-    found = next((tier for alias, tier in patterns if fnmatchcase(name, alias)), None)
-    if found is None and any(replica.model == name for replica in fleet.replicas):
-        found = "auto"
-    return None if found is None else Choice(found)
+    for alias, tier_of_alias in settings.aliases.items():
+        if "*" in alias and fnmatchcase(name, alias):
+            return Choice(tier_of_alias)
+    if any(replica.model == name for replica in fleet.replicas):
+        return _CHOICES["auto"]
+    return None
 
 
 def resolve(document: JsonObject, settings: OpenAISettings, fleet: Fleet) -> Choice:
@@ -190,7 +222,9 @@ def resolve(document: JsonObject, settings: OpenAISettings, fleet: Fleet) -> Cho
     name = document.get("model")
     if name is None or name == "":
         return _CHOICES["auto"]
-    choice = choice_of(name, settings, fleet) if isinstance(name, str) else None
+    choice = None
+    if isinstance(name, str):
+        choice = choice_of(name, settings, fleet)
     if choice is None:
         raise UnknownModelError(str(name), (*model_names(settings, fleet), *adapter_names(fleet)))
     return choice

@@ -1,7 +1,7 @@
-"""Anthropic's ``/v1/messages`` and OpenAI's ``/v1/responses``, routed. Bodies and events pass as they are, both ways.
+"""Anthropic's ``/v1/messages`` and OpenAI's ``/v1/responses``, routed. Bodies and events pass unchanged, both ways.
 
-Their streams are events with names. Half of one cannot be continued by another engine, since these endpoints of vLLM do not
-tell token ids: after the first byte a fault ends a stream with an error event. Malformed parts of a body read as empty.
+Their streams are events with names. A broken stream cannot be continued by another engine, since these endpoints of vLLM
+send no token ids: after the first byte a fault ends a stream with an error event. Malformed parts of a body read as empty.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from classifier import TokenCounter
 from router.api.bodies import FieldProblem, InvalidBodyError
-from router.api.endpoint import Endpoint, Receiver, Service, as_it_came, report_on, with_member
+from router.api.endpoint import Endpoint, Receiver, Service, engine_body, report_on, with_member
 from router.api.models import read_document, resolve
 from router.api.openai import priority_to_send, routing_fields, undraftable_of
 from router.api.openai_prompt import PART_TOKENS, SYSTEM_ROLES, last_turn, other_parts, text_of
@@ -31,7 +31,8 @@ from router.upstream.named_events import MESSAGE_FORMAT, RESPONSE_FORMAT
 from router.upstream.sse import SEPARATOR, AnswerFormat, Chunk, written
 from tiers.prefix_memory import Part
 
-_ASIDE = {"tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"}  # blocks that are no other part
+# Types of Anthropic's blocks that are not counted as a part which is not text: they are read by themselves, or ignored.
+_NO_OTHER_PARTS = {"tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"}
 
 
 @dataclass(slots=True)
@@ -40,82 +41,104 @@ class Conversation:
     turns: list[dict[str, Any]] = field(default_factory=list)
     # further texts that are read: tools, calls of them, and what these returned
     extras: list[str] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)  # kinds of parts that are not text
+    other_parts: list[str] = field(default_factory=list)  # kinds of parts that are not text
 
     def add(self, role: Any, text: str) -> None:
         self.turns.append({"role": role, "content": text})
 
     @property
     def chat(self) -> Sequence[Any] | None:
-        """Return it as a chat; None where that would not say all of it."""
-        return None if self.extras or self.others else self.turns
+        """Return the conversation as a chat; None where a chat would not hold all of it."""
+        if self.extras or self.other_parts:
+            return None
+        return self.turns
 
     def prompt(self, counter: TokenCounter) -> PromptText:
+        """Return what routing reads of the conversation."""
         texts = [turn["content"] for turn in self.turns]
         parts = [chat_part(turn["role"], turn["content"], counter.count(turn["content"])) for turn in self.turns]
         parts += [Part(text, counter.count(text)) for text in self.extras]
-        tokens = sum(part.tokens for part in parts) + PART_TOKENS * len(self.others)
+        prompt_tokens = sum(part.tokens for part in parts) + PART_TOKENS * len(self.other_parts)
         return PromptText(
             text=last_turn(self.turns, texts),
-            prompt_tokens=tokens,
-            all_tokens=tokens,
+            prompt_tokens=prompt_tokens,
+            all_tokens=prompt_tokens,
             messages=len(self.turns),
             system=bool(self.turns) and self.turns[0]["role"] in SYSTEM_ROLES,
-            other_parts=tuple(dict.fromkeys(self.others)),
-            parts=() if self.others else tuple(parts),
+            other_parts=tuple(dict.fromkeys(self.other_parts)),
+            parts=() if self.other_parts else tuple(parts),
         )
 
 
 def read_messages(document: JsonObject) -> Conversation:
-    """Read the body of a message request. What tools returned is no turn of the user, though it has the user's role."""
-    read = _begun(document, document.get("system"))
+    """Read the body of a message request."""
+    conversation = _begin(document, document.get("system"))
     for message in _objects(document.get("messages")):
-        content = message.get("content")
-        text, blocks = text_of(content), _objects(content)
-        results = [block for block in blocks if block.get("type") == "tool_result"]
-        read.add("tool" if results and not text else message.get("role"), text)
-        read.extras += [text_of(block.get("content")) for block in results]
-        read.extras += [str(block.get("input")) for block in blocks if block.get("type") == "tool_use"]
-        parts = [block for block in blocks if str(block.get("type")) not in _ASIDE]
-        for some in (parts, *(block.get("content") for block in results)):
-            read.others += other_parts(some)
-    return read
+        _read_message(message, conversation)
+    return conversation
+
+
+def _read_message(message: dict[str, Any], conversation: Conversation) -> None:
+    """Add a message to a conversation. Results of tools are no turn of the user, though they have the user's role."""
+    content = message.get("content")
+    text = text_of(content)
+    blocks = _objects(content)
+    results = [block for block in blocks if block.get("type") == "tool_result"]
+    role = "tool" if results and not text else message.get("role")
+    conversation.add(role, text)
+    conversation.extras += [text_of(result.get("content")) for result in results]
+    calls = [block for block in blocks if block.get("type") == "tool_use"]
+    conversation.extras += [str(tool_call.get("input")) for tool_call in calls]
+    counted_blocks = [block for block in blocks if str(block.get("type")) not in _NO_OTHER_PARTS]
+    conversation.other_parts += other_parts(counted_blocks)
+    for result in results:
+        conversation.other_parts += other_parts(result.get("content"))
 
 
 def read_input(document: JsonObject) -> Conversation:
-    read = _begun(document, document.get("instructions"))
-    given = document.get("input")
-    if isinstance(given, str):
-        read.add("user", given)
-    for item in _objects(given):
-        if "role" in item:
-            read.add(item["role"], text_of(item.get("content")))
-            read.others += other_parts(item.get("content"))
-        elif item.get("type") == "function_call":
-            read.add("assistant", "")
-            read.extras.append(str(item.get("arguments")))
-        elif item.get("type") == "function_call_output":
-            read.add("tool", "")
-            read.extras.append(text_of(item.get("output")))
-            read.others += other_parts(item.get("output"))
-    return read
+    """Read the body of a request for a response: its input is a text, or a list of items."""
+    conversation = _begin(document, document.get("instructions"))
+    response_input = document.get("input")
+    if isinstance(response_input, str):
+        conversation.add("user", response_input)
+    for item in _objects(response_input):
+        _read_item(item, conversation)
+    return conversation
 
 
-def _begun(document: JsonObject, system: Any) -> Conversation:
-    read = Conversation()
-    if text := text_of(system):
-        read.add("system", text)
+def _read_item(item: dict[str, Any], conversation: Conversation) -> None:
+    if "role" in item:
+        conversation.add(item["role"], text_of(item.get("content")))
+        conversation.other_parts += other_parts(item.get("content"))
+    elif item.get("type") == "function_call":
+        conversation.add("assistant", "")
+        conversation.extras.append(str(item.get("arguments")))
+    elif item.get("type") == "function_call_output":
+        conversation.add("tool", "")
+        conversation.extras.append(text_of(item.get("output")))
+        conversation.other_parts += other_parts(item.get("output"))
+
+
+def _begin(document: JsonObject, system_prompt: Any) -> Conversation:
+    """Return a conversation with what stands before its messages: the system prompt, and tools."""
+    conversation = Conversation()
+    system_text = text_of(system_prompt)
+    if system_text:
+        conversation.add("system", system_text)
     if document.get("tools"):
-        read.extras.append(document.text_of("tools"))
-    return read
+        conversation.extras.append(document.text_of("tools"))
+    return conversation
 
 
 def _objects(items: Any) -> list[dict[str, Any]]:
-    return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
+    if not isinstance(items, list):
+        return []
+    return [item for item in items if isinstance(item, dict)]
 
 
-_NUMBER = b'"sequence_number":'  # quotes in a JSON string are escaped, so it stands only where such a member does
-# What a body must not ask for: a response would have to be stored, and requests sent to whoever has it.
+# Quotes in a JSON string are escaped, so this stands only where an event has such a member.
+_SEQUENCE_NUMBER = b'"sequence_number":'
+# Members that a body must not have: they need responses that are stored, and requests that are sent to whoever has them.
 _NEEDS_STORE = {
     "previous_response_id": "null or absent; send the whole conversation as input",
     "conversation": "null or absent; send the whole conversation as input",
@@ -125,46 +148,47 @@ _NEEDS_STORE = {
 
 def read_response_body(document: JsonObject) -> Conversation:
     """Read the body of a request for a response; ``InvalidBodyError``: it asks for what needs stored responses."""
-    given = {name: document.get(name) for name in _NEEDS_STORE}
-    given["background"] = as_boolean(given["background"]) or None  # of a wrong type: the engine says what it is
-    asked = [name for name, value in given.items() if value is not None]
-    if asked:
-        raise InvalidBodyError(
-            tuple(
-                FieldProblem(name, "needs stored responses, and none are stored here", _NEEDS_STORE[name])
-                for name in asked
-            )
-        )
+    values = {name: document.get(name) for name in _NEEDS_STORE}
+    # The engine says what is wrong with a value that is no boolean.
+    values["background"] = as_boolean(values["background"]) or None
+    problems = [
+        FieldProblem(name, "needs stored responses, and none are stored here", _NEEDS_STORE[name])
+        for name, value in values.items()
+        if value is not None
+    ]
+    if problems:
+        raise InvalidBodyError(tuple(problems))
     return read_input(document)
 
 
-def _named_sessions(document: JsonObject) -> tuple[Any, ...]:
+def _session_names(document: JsonObject) -> tuple[Any, Any, Any]:
+    """Return the members of a body that may name its conversation, in order of preference."""
     metadata = document.get("metadata")
-    user = metadata.get("user_id") if isinstance(metadata, dict) else None
-    return document.get("prompt_cache_key"), document.get("user"), user
+    user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
+    return document.get("prompt_cache_key"), document.get("user"), user_id
 
 
 class _Api(NamedTuple):
     path: str
     read: Callable[[JsonObject], Conversation]  # reads the conversation that a body holds
-    limit: str  # the body's member that bounds the output tokens
+    limit_member: str  # the body's member that bounds the output tokens
     answers: AnswerFormat  # how engines' answers are read
 
 
 def _parse(api: _Api, body: bytes, context: RequestContext, service: Service) -> Call:
     """Read what routing needs of a body, as ``openai.parse`` does; the rest of it goes to the engine as it is."""
-    settings, rules, fleet = service.settings, service.rules, service.pipeline.fleet
+    fleet = service.pipeline.fleet
     document = read_document(body)
     conversation = api.read(document)
-    choice = resolve(document, settings.openai, fleet)
-    fields, hint_field = routing_fields(document, context, choice.tier, rules)
+    choice = resolve(document, service.settings.openai, fleet)
+    fields, hint_field = routing_fields(document, context, choice.tier, rules=service.rules)
     if fields.truncate is not None:
-        wrong = f"is not supported at {api.path}", "at /generate, /v1/chat/completions and /v1/completions"
-        raise InvalidBodyError((FieldProblem("truncate", *wrong),))
-    provider = provider_of(document, rules)
-    named = as_integer(document.get(api.limit))
-    limit = settings.limits.default_max_tokens if named is None else named
-    priority, streamed = priority_to_send(document, fields, context), as_boolean(document.get("stream"))
+        raise InvalidBodyError((_cannot_truncate(api),))
+    provider = provider_of(document, service.rules)
+    named_limit = as_integer(document.get(api.limit_member))
+    max_tokens = service.settings.limits.default_max_tokens if named_limit is None else named_limit
+    priority = priority_to_send(document, fields, context)
+    is_streamed = as_boolean(document.get("stream"))
     return Call(
         context=context,
         prompt=conversation.prompt(service.pipeline.counter),
@@ -174,56 +198,81 @@ def _parse(api: _Api, body: bytes, context: RequestContext, service: Service) ->
             path=api.path,
             request_id=context.request_id,
             answers=api.answers,
-            streamed=streamed,
+            streamed=is_streamed,
             priority=priority,
             counts=False,
             may_be_silent=may_be_silent(document),
             chat=conversation.chat,
             adapter=choice.adapter,
         ),
-        max_tokens=min(max(limit, 1), MAX_COUNT),
-        limited=named is not None,
-        streamed=streamed,
+        max_tokens=min(max(max_tokens, 1), MAX_COUNT),
+        limited=named_limit is not None,
+        streamed=is_streamed,
         report=fields.report,
         undraftable=undraftable_of(document),
-        session=session_of(context, *_named_sessions(document)),
+        session=session_of(context, *_session_names(document)),
+    )
+
+
+def _cannot_truncate(api: _Api) -> FieldProblem:
+    return FieldProblem(
+        "truncate",
+        problem=f"is not supported at {api.path}",
+        allowed="at /generate, /v1/chat/completions and /v1/completions",
     )
 
 
 class PassedEvents:
     """Passes a stream's events on as they are. Its last one waits until the answer is complete, and gets the report."""
 
-    __slots__ = ("_context", "_last", "_latest", "_out", "_report")
+    __slots__ = ("_context", "_last_event", "_latest_sent", "_out", "_report")
 
     def __init__(self, call: Call, active: ActiveRequest, out: Receiver) -> None:
-        self._context, self._report, self._out = call.context, report_on(call, active), out
-        self._last = self._latest = b""
+        self._context = call.context
+        self._report = report_on(call, active)
+        self._out = out
+        self._last_event = b""  # ends the stream, and is held back
+        self._latest_sent = b""  # an error's number follows the one in this event
 
     def feed(self, chunks: Sequence[Chunk]) -> bool:
         events = [written(chunk.raw) for chunk in chunks if not chunk.last]
         if chunks[-1].last:
-            self._last = chunks[-1].raw
-        self._latest = next((event for event in reversed(events) if not event.startswith(b":")), self._latest)
+            self._last_event = chunks[-1].raw
+        for event in reversed(events):
+            if not event.startswith(b":"):
+                self._latest_sent = event
+                break
         return self._out.feed(events)
 
     def end(self) -> list[bytes]:
-        last = self._last if self._report is None else with_member(self._last, "qarr", self._report)
-        return [last + SEPARATOR]
+        last_event = self._last_event
+        if self._report is not None:
+            last_event = with_member(last_event, "qarr", self._report)
+        return [last_event + SEPARATOR]
 
     def failure(self, error: UpstreamError) -> list[bytes]:
-        number = self._latest.rpartition(_NUMBER)[2].split(b",")[0].split(b"}")[0]
-        following = int(number) + 1 if number.isdigit() else 0
         form = error_form(self._context.route)
-        return [describe(error).event(form, self._context.ids, following) + SEPARATOR]
+        return [describe(error).event(form, self._context.ids, self._following_number()) + SEPARATOR]
+
+    def _following_number(self) -> int:
+        """Return the sequence number after that of the event sent last; 0 if it has none."""
+        after_name = self._latest_sent.rpartition(_SEQUENCE_NUMBER)[2]
+        number = after_name.split(b",")[0].split(b"}")[0]
+        if not number.isdigit():
+            return 0
+        return int(number) + 1
 
 
 _APIS = (
-    _Api(MESSAGES, read_messages, "max_tokens", MESSAGE_FORMAT),
-    _Api(RESPONSES, read_response_body, "max_output_tokens", RESPONSE_FORMAT),
+    _Api(MESSAGES, read_messages, limit_member="max_tokens", answers=MESSAGE_FORMAT),
+    _Api(RESPONSES, read_response_body, limit_member="max_output_tokens", answers=RESPONSE_FORMAT),
 )
-NAMED_EVENT_ENDPOINTS = [Endpoint(api.path, partial(_parse, api), PassedEvents, as_it_came) for api in _APIS]
+NAMED_EVENT_ENDPOINTS = [
+    Endpoint(api.path, parse=partial(_parse, api), encoder=PassedEvents, unstreamed=engine_body) for api in _APIS
+]
 
 
 async def stored_response(request: Request) -> None:
-    name = request.path_params["id"][:100]
-    raise NotStoredError(f"responses are not stored here, so {name!r} cannot be read: keep the answer itself")
+    """Refuse to read a response by its id."""
+    response_id = request.path_params["id"][:100]
+    raise NotStoredError(f"responses are not stored here, so {response_id!r} cannot be read: keep the answer itself")

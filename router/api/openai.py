@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
 from msgspec.structs import replace
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
+from classifier import TokenCounter
 from router.api.bodies import (
-    MOST_NAME_CHARS,
+    MAX_NAME_CHARS,
     FieldProblem,
     InvalidBodyError,
     RoutingFields,
@@ -19,13 +22,13 @@ from router.api.bodies import (
     message_of,
     routing_allowed,
 )
-from router.api.endpoint import Endpoint, Service, as_it_came
+from router.api.endpoint import Endpoint, Service, engine_body
 from router.api.models import read_document, resolve
 from router.api.openai_events import RelayedEvents
 from router.api.openai_prompt import beside, read_chat, read_completion
 from router.api.paths import CHAT, COMPLETIONS
 from router.api.provider import provider_of, with_provider
-from router.api.settings import TierPolicy
+from router.api.settings import LimitSettings, TierPolicy
 from router.api.truncation import Cutter, cut_prompts
 from router.pipeline.request import (
     MAX_COUNT,
@@ -47,7 +50,7 @@ from router.upstream.engine_request import (
 )
 from router.upstream.json_object import JsonObject, as_boolean, as_integer
 
-# Header → member of the ``qarr`` object; numbers are written as such.
+# Headers, and where the ``qarr`` object has what they say. Those of the SLA are numbers.
 HEADERS: dict[bytes, tuple[str, ...]] = {
     b"x-qarr-tier": ("tier",),
     b"x-qarr-tier-policy": ("tier_policy",),
@@ -59,7 +62,7 @@ HEADERS: dict[bytes, tuple[str, ...]] = {
     b"x-qarr-truncate": ("truncate",),
     b"x-qarr-overflow": ("overflow",),
 }
-UNDRAFTABLE = ("min_p", "logit_bias")  # vLLM 0.32, SamplingParams
+UNDRAFTABLE = ("min_p", "logit_bias")  # parameters that vLLM 0.32 refuses with a draft, in its SamplingParams
 
 
 class OpenAIFields(RoutingFields):
@@ -68,7 +71,7 @@ class OpenAIFields(RoutingFields):
     report: bool = False
 
 
-@cache  # of known names only
+@cache  # cannot grow: only known names come here
 def _plain_fields(tier: str, policy: TierPolicy) -> OpenAIFields:
     return OpenAIFields.model_construct(tier=tier, tier_policy=policy)
 
@@ -85,72 +88,123 @@ def parse(path: str, body: bytes, context: RequestContext, service: Service) -> 
     """Read what routing needs of a request for a completion; the rest of its body goes to the engine as it is.
 
     Raises:
-        InvalidBodyError: It is no JSON object, or its options are not valid.
-        UnknownModelError: Its model is none of ours.
+        InvalidBodyError: The body is not a JSON object, or its options are not valid.
+        UnknownModelError: The body names a model that is not served here.
         BeyondKeyError: The priority is beyond the caller's key.
     """
-    settings, rules, pipeline = service.settings, service.rules, service.pipeline
-    document, chat = read_document(body), path == CHAT
-    prompt = (read_chat if chat else read_completion)(document, pipeline.counter)
+    settings = service.settings
+    pipeline = service.pipeline
+    is_chat = path == CHAT
+    document = read_document(body)
+    prompt = read_chat(document, pipeline.counter) if is_chat else read_completion(document, pipeline.counter)
     choice = resolve(document, settings.openai, pipeline.fleet)
-    fields, hint_field = routing_fields(document, context, choice.tier, rules)
-    provider = provider_of(document, rules)
-    limit = named = token_limit(document, chat=chat)
-    if limit is None:
-        limit = settings.limits.default_max_tokens if chat else DEFAULT_COMPLETION
-    sequences = _sequences(document, prompt, settings.limits.max_sequences, chat=chat)
-    priority, streamed = priority_to_send(document, fields, context), as_boolean(document.get("stream"))
-    continuable, stream_options = None, document.get("stream_options")
-    if streamed:
-        continuable = continuable_of(document, priority or 0, choices=sequences, chat=chat)
+    fields, hint_field = routing_fields(document, context, choice.tier, rules=service.rules)
+    provider = provider_of(document, service.rules)
+    sequences = _sequences(document, prompt, settings.limits.max_sequences, is_chat=is_chat)
+    priority = priority_to_send(document, fields, context)
+    engine_request = _engine_request(
+        document, path, context.request_id, priority=priority, choices=sequences, adapter=choice.adapter
+    )
+    named_limit = token_limit(document, chat=is_chat)
+    cut = None
+    if fields.truncate is not None:
+        cut = _cut
     return Call(
         context=context,
         prompt=prompt,
         options=with_provider(fields.options(priority or 0, hint_field), provider, pipeline.fleet),
-        asked=EngineRequest(
-            document=document,
-            path=path,
-            operation="chat" if chat else "text_completion",
-            request_id=context.request_id,
-            streamed=streamed,
-            priority=priority,
-            wants_usage=isinstance(stream_options, dict) and as_boolean(stream_options.get("include_usage")),
-            chat=messages_in(document),
-            asks_token_ids=continuable is not None or (streamed and chat and may_ask_token_ids(document)),
-            may_be_silent=may_be_silent(document),
-            continuable=continuable,
-            adapter=choice.adapter,
-        ),
-        max_tokens=min(max(limit, 1), MAX_COUNT),
-        limited=named is not None,
+        asked=engine_request,
+        max_tokens=_max_tokens(named_limit, settings.limits, is_chat=is_chat),
+        limited=named_limit is not None,
         sequences=sequences,
-        streamed=streamed,
+        streamed=engine_request.streamed,
         report=fields.report,
         undraftable=undraftable_of(document),
         session=session_of(context, document.get("prompt_cache_key"), document.get("user")),
-        cut=None if fields.truncate is None else _cut,
+        cut=cut,
+    )
+
+
+def _max_tokens(named_limit: int | None, limits: LimitSettings, *, is_chat: bool) -> int:
+    """Return the output tokens that each answer is expected to have at most, also if its caller names no limit."""
+    max_tokens = named_limit
+    if max_tokens is None:
+        max_tokens = limits.default_max_tokens if is_chat else DEFAULT_COMPLETION
+    return min(max(max_tokens, 1), MAX_COUNT)
+
+
+def _engine_request(
+    document: JsonObject, path: str, request_id: str, *, priority: int | None, choices: int, adapter: str | None
+) -> EngineRequest:
+    """Return what an engine is sent: the caller's body, and what of it the router needs to know."""
+    is_chat = path == CHAT
+    is_streamed = as_boolean(document.get("stream"))
+    continuable = None
+    asks_token_ids = False
+    if is_streamed:
+        continuable = continuable_of(document, priority or 0, choices=choices, chat=is_chat)
+        asks_token_ids = continuable is not None or (is_chat and may_ask_token_ids(document))
+    stream_options = document.get("stream_options")
+    return EngineRequest(
+        document=document,
+        path=path,
+        operation="chat" if is_chat else "text_completion",
+        request_id=request_id,
+        streamed=is_streamed,
+        priority=priority,
+        wants_usage=isinstance(stream_options, dict) and as_boolean(stream_options.get("include_usage")),
+        chat=messages_in(document),
+        asks_token_ids=asks_token_ids,
+        may_be_silent=may_be_silent(document),
+        continuable=continuable,
+        adapter=adapter,
     )
 
 
 def _cut(call: Call, cutter: Cutter) -> Call:
-    document, counter, made, dropped = call.asked.document, cutter.counter, None, 0
+    """Return a call with a shorter prompt; the same call if no cut makes the prompt fit."""
+    if call.prompt.messages:
+        return _cut_chat(call, cutter)
+    return _cut_prompt(call, cutter)
+
+
+def _cut_chat(call: Call, cutter: Cutter) -> Call:
+    document = call.asked.document
     assert isinstance(document, JsonObject)
-    name, read = ("messages", read_chat) if call.prompt.messages else ("prompt", read_completion)
-    given = document.get(name)
-    if name == "prompt":
-        made = cut_prompts(given, cutter)
-    elif all(isinstance(message, dict) for message in given):  # else the engine says best what is wrong with it
-        made = cutter.chat(given, sum(counter.count(text) for text in beside(document)))
-        dropped = len(given) - len(made or ())
-    if made is None:
+    messages = document.get("messages")
+    if not all(isinstance(message, dict) for message in messages):  # the engine says best what is wrong with it
         return call
-    document = JsonObject.parse(document.edited({name: json.dumps(made).encode()}))
-    asked = replace(call.asked, document=document, chat=messages_in(document))
-    shorter = replace(call, asked=asked, prompt=read(document, counter))
-    return replace(shorter, truncated=cutter.disclosed(shorter, dropped))
+    tool_tokens = sum(cutter.counter.count(text) for text in beside(document))
+    kept_messages = cutter.chat(messages, tool_tokens)
+    if kept_messages is None:
+        return call
+    shorter = _with_prompt(call, cutter, "messages", prompt=kept_messages, read=read_chat)
+    return replace(shorter, truncated=cutter.disclosed(shorter, len(messages) - len(kept_messages)))
 
 
-COMPLETION_ENDPOINTS = [Endpoint(path, partial(parse, path), RelayedEvents, as_it_came) for path in (CHAT, COMPLETIONS)]
+def _cut_prompt(call: Call, cutter: Cutter) -> Call:
+    prompt = cut_prompts(call.asked.document.get("prompt"), cutter)
+    if prompt is None:
+        return call
+    shorter = _with_prompt(call, cutter, "prompt", prompt=prompt, read=read_completion)
+    return replace(shorter, truncated=cutter.disclosed(shorter, 0))
+
+
+def _with_prompt(
+    call: Call, cutter: Cutter, member: str, *, prompt: Any, read: Callable[[JsonObject, TokenCounter], PromptText]
+) -> Call:
+    """Return a call whose body has another prompt in one of its members, which ``read`` reads."""
+    document = call.asked.document
+    assert isinstance(document, JsonObject)
+    shorter_document = JsonObject.parse(document.edited({member: json.dumps(prompt).encode()}))
+    engine_request = replace(call.asked, document=shorter_document, chat=messages_in(shorter_document))
+    return replace(call, asked=engine_request, prompt=read(shorter_document, cutter.counter))
+
+
+COMPLETION_ENDPOINTS = [
+    Endpoint(path, parse=partial(parse, path), encoder=RelayedEvents, unstreamed=engine_body)
+    for path in (CHAT, COMPLETIONS)
+]
 
 
 def undraftable_of(document: JsonObject) -> str:
@@ -159,79 +213,109 @@ def undraftable_of(document: JsonObject) -> str:
 
 def routing_fields(document: JsonObject, context: RequestContext, model: str, rules: Rules) -> tuple[OpenAIFields, str]:
     """Return a request's routing options, and the field that names its tier; ``InvalidBodyError``: one is not valid."""
-    by_header, by_body = _from_headers(context, rules), _from_body(document, rules)
+    header_options = _from_headers(context, rules)
+    body_options = _from_body(document, rules)
     policy: TierPolicy = "prefer" if model == "auto" else rules.tier_policy
-    if not by_header and not by_body:
+    if not header_options and not body_options:
         return _plain_fields(model, policy), "model"
-    given = {**by_header, **by_body}
-    if "sla" in given:
-        given["sla"] = {**by_header.get("sla", {}), **by_body.get("sla", {})}
-    field = "qarr.tier" if "tier" in (document.get("qarr") or {}) else "x-qarr-tier" if "tier" in given else "model"
-    named = {"tier": model, "tier_policy": policy} if field == "model" else {}
-    return OpenAIFields.model_validate({**named, **given}, context=rules), field
-
-
-def _sequences(document: JsonObject, prompt: PromptText, most: int, *, chat: bool) -> int:
-    """Return the answers that a request asks for: its prompts times the choices for each."""
-    field, each = "n", as_integer(document.get("n")) or 1
-    if not chat and (best_of := as_integer(document.get("best_of")) or 1) > each:  # what older engines compute
-        field, each = "best_of", best_of
-    choices = max(each, 1) * prompt.prompts
-    if choices <= most:
-        return choices
-    if prompt.prompts > most:
-        problem = FieldProblem("prompt", f"has {prompt.prompts} prompts", f"at most {most} prompts in one request")
+    options = {**header_options, **body_options}
+    if "sla" in options:
+        options["sla"] = {**header_options.get("sla", {}), **body_options.get("sla", {})}
+    if "tier" in body_options:
+        hint_field = "qarr.tier"
+    elif "tier" in header_options:
+        hint_field = "x-qarr-tier"
     else:
-        prompts = f" for each of {prompt.prompts} prompts" if prompt.prompts > 1 else ""
-        asked = f"asks for {str(each)[:20]} answers{prompts}"
-        problem = FieldProblem(field, asked, f"an integer from 1 to {most // prompt.prompts}")
-    raise InvalidBodyError((problem,))
+        hint_field = "model"
+        options = {"tier": model, "tier_policy": policy, **options}
+    return OpenAIFields.model_validate(options, context=rules), hint_field
+
+
+def _sequences(document: JsonObject, prompt: PromptText, max_sequences: int, *, is_chat: bool) -> int:
+    """Return the answers that a request asks for: its prompts times the choices for each.
+
+    ``InvalidBodyError``: they are more than ``max_sequences``.
+    """
+    field = "n"
+    choices = as_integer(document.get("n")) or 1
+    if not is_chat:
+        best_of = as_integer(document.get("best_of")) or 1  # older engines compute so many
+        if best_of > choices:
+            field = "best_of"
+            choices = best_of
+    sequences = max(choices, 1) * prompt.prompts
+    if sequences <= max_sequences:
+        return sequences
+    if prompt.prompts > max_sequences:
+        allowed = f"at most {max_sequences} prompts in one request"
+        raise InvalidBodyError((FieldProblem("prompt", f"has {prompt.prompts} prompts", allowed),))
+    problem = f"asks for {str(choices)[:20]} answers"
+    if prompt.prompts > 1:
+        problem += f" for each of {prompt.prompts} prompts"
+    allowed = f"an integer from 1 to {max_sequences // prompt.prompts}"
+    raise InvalidBodyError((FieldProblem(field, problem, allowed),))
 
 
 def _from_headers(context: RequestContext, rules: Rules) -> dict[str, Any]:
     """Return the options in a request's headers, each checked by itself, so that errors name the header."""
-    given: dict[str, Any] = {}
-    problems = []
-    for name in [name for name in HEADERS if name in context.sent]:
-        text, path = context.sent[name].decode("latin-1"), HEADERS[name]
+    options: dict[str, Any] = {}
+    problems: list[FieldProblem] = []
+    for name, path in HEADERS.items():
+        if name not in context.sent:
+            continue
+        text = context.sent[name].decode("latin-1")
         try:
-            value: Any = float(text) if path[0] == "sla" else text
-            one = {path[-1]: value} if len(path) == 1 else {path[0]: {path[1]: value}}
-            OpenAIFields.model_validate(one, context=rules)
-        except ValueError:  # pydantic's is one as well
+            option = _header_option(path, text, rules)
+        except ValueError:  # pydantic's errors are ValueErrors too
             problems.append(FieldProblem(name.decode(), f"is {text[:40]!r}", _allowed(rules)[".".join(path)]))
             continue
-        if len(path) == 1:
-            given[path[0]] = value
+        if "sla" in option:
+            options.setdefault("sla", {}).update(option["sla"])
         else:
-            given.setdefault("sla", {})[path[1]] = value
+            options.update(option)
     if problems:
         raise InvalidBodyError(tuple(problems))
-    return given
+    return options
+
+
+def _header_option(path: tuple[str, ...], text: str, rules: Rules) -> dict[str, Any]:
+    """Return one header's option as the ``qarr`` object has it; ``ValueError``: it is not valid."""
+    if path[0] == "sla":
+        option: dict[str, Any] = {"sla": {path[1]: float(text)}}
+    else:
+        option = {path[0]: text}
+    OpenAIFields.model_validate(option, context=rules)
+    return option
 
 
 def _from_body(document: JsonObject, rules: Rules) -> dict[str, Any]:
-    given = document.get("qarr")
-    if given is None:
+    """Return the options that a body's ``qarr`` object names; ``InvalidBodyError``: one is not valid."""
+    options = document.get("qarr")
+    if options is None:
         return {}
     try:
-        fields = OpenAIFields.model_validate(given, context=rules)
+        fields = OpenAIFields.model_validate(options, context=rules)
     except ValidationError as error:
-        problems, allowed = [], _allowed(rules)
-        for e in first_errors(error):
-            field = ".".join(map(str, e["loc"]))[:MOST_NAME_CHARS]
-            text = "there is no such field" if e["type"] == "extra_forbidden" else message_of(e)
-            problems.append(FieldProblem(f"qarr.{field}".rstrip("."), text, allowed.get(field, allowed[""])))
-        raise InvalidBodyError(tuple(problems)) from None
+        allowed = _allowed(rules)
+        problems = tuple(_problem_of(details, allowed) for details in first_errors(error))
+        raise InvalidBodyError(problems) from None
     return fields.model_dump(exclude_unset=True)
 
 
+def _problem_of(error: ErrorDetails, allowed: Mapping[str, str]) -> FieldProblem:
+    field = ".".join(map(str, error["loc"]))[:MAX_NAME_CHARS]
+    problem = "there is no such field" if error["type"] == "extra_forbidden" else message_of(error)
+    return FieldProblem(f"qarr.{field}".rstrip("."), problem, allowed.get(field, allowed[""]))
+
+
 def priority_to_send(document: JsonObject, fields: OpenAIFields, context: RequestContext) -> int | None:
-    """Return the priority to send; None leaves the body's own. See ``priority_within``."""
+    """Return the priority to send to the engine, within what the caller's key allows; None leaves the body's own."""
     if "priority" in fields.model_fields_set:
         return class_priority(context.caller, fields.priority, "qarr.priority")
-    own = document.get("priority")
-    if own is None:
+    body_priority = document.get("priority")
+    if body_priority is None:
         return class_priority(context.caller, None, "") or None
-    value = as_integer(own)
-    return None if value is None else priority_within(context.caller, value, "priority", str(value))
+    priority = as_integer(body_priority)
+    if priority is None:  # the engine says best what is wrong with it
+        return None
+    return priority_within(context.caller, priority, "priority", str(priority))

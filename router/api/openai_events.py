@@ -1,4 +1,4 @@
-"""A stream of OpenAI's API: the engine's events as they are, but for what only the router had asked for.
+"""A stream of OpenAI's API: the engine's events as they are, but for what only the router has asked the engine for.
 
 The final chunk with token counts is left out where the caller did not ask for it; then the engine's fingerprint is put on
 the last chunk of each choice, where vLLM would have put it. Token ids, which failover needs, are taken out.
@@ -6,7 +6,7 @@ the last chunk of each choice, where vLLM would have put it. Token ids, which fa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic_core import to_json
@@ -25,91 +25,123 @@ _FINGERPRINT = b'"system_fingerprint"'
 
 
 class RelayedEvents:
-    """Writes an answer as the engine does, then the report that was asked for, and ``[DONE]``.
+    """Writes an answer as the engine does, then the report if its caller has asked for one, and ``[DONE]``.
 
-    What other engines go on with looks as if the first one had sent it.
+    What other engines add to an answer looks as if the first engine had sent it.
     """
 
-    __slots__ = ("_answer", "_chat", "_opened", "_out", "_report", "_takes_ids_out", "_usage_sent", "_wants_usage")
+    __slots__ = (
+        "_answer", "_first_event", "_has_sent_usage", "_hides_token_ids", "_is_chat", "_out", "_report", "_wants_usage",
+    )  # fmt: skip
 
     def __init__(self, call: Call, active: ActiveRequest, out: Receiver) -> None:
         assert isinstance(active.answer, EngineStream)
-        self._answer, self._report, self._out = active.answer, report_on(call, active), out
-        self._chat, self._wants_usage = call.asked.path == CHAT, call.asked.wants_usage
-        self._takes_ids_out = call.asked.asks_token_ids
-        self._opened = b""  # the first engine's first event
-        self._usage_sent = False
+        self._answer = active.answer
+        self._report = report_on(call, active)
+        self._out = out
+        self._is_chat = call.asked.path == CHAT
+        self._wants_usage = call.asked.wants_usage
+        self._hides_token_ids = call.asked.asks_token_ids
+        self._first_event = b""  # what other engines add is made to look like this
+        self._has_sent_usage = False
 
     def feed(self, chunks: Sequence[Chunk]) -> bool:
         """Send what came together, but for events that the caller would not have got from the engine."""
-        return self._out.feed([written(event) for chunk in chunks if (event := self._event(chunk)) is not None])
+        events = []
+        for chunk in chunks:
+            event = self._event(chunk)
+            if event is not None:
+                events.append(written(event))
+        return self._out.feed(events)
 
     def end(self) -> list[bytes]:
-        """Return the end; of an answer that was continued, with a comment that says so, which clients skip."""
+        """Return the events that end an answer.
+
+        A comment, which clients skip, says which tiers have continued it.
+        """
         events = []
-        continued = [part.tier for part in self._answer.parts]
-        if continued:
-            events.append(b": continued on " + " ".join(continued).encode())
-        if self._answer.failed_over and self._wants_usage and not self._usage_sent and self._answer.usage:
-            events.append(b"data: " + to_json({**self._template(), "choices": [], "usage": self._answer.usage}))
+        answer = self._answer
+        if answer.parts:
+            events.append(b": continued on " + " ".join(part.tier for part in answer.parts).encode())
+        if answer.failed_over and self._wants_usage and not self._has_sent_usage and answer.usage:
+            events.append(b"data: " + to_json({**self._template(), "choices": [], "usage": answer.usage}))
         if self._report is not None:
-            kind = "chat.completion.chunk" if self._chat else "text_completion"
-            report = {
-                **self._report,
-                **({"continued_on": [part.tier for part in self._answer.parts]} if self._answer.parts else {}),
-            }
-            empty = {"id": "", "object": kind, "created": 0, "model": "", "choices": []}
-            events.append(b"data: " + to_json({**empty, "qarr": report}))
-        return [written(event) for event in [*events, DONE]]
+            events.append(self._report_event(self._report))
+        events.append(DONE)
+        return [written(event) for event in events]
 
     def failure(self, error: Exception) -> list[bytes]:
         return [describe(error).event(ErrorForm.OPENAI, {}) + SEPARATOR]
 
     def _event(self, chunk: Chunk) -> bytes | None:
-        raw = chunk.raw
-        if not raw:
-            return self._made(chunk)
+        """Return the event for a chunk as its caller is to see it; None if the caller is not to see it."""
+        event: bytes | None = chunk.raw
+        if not event:
+            return self._continued_event(chunk)
         if chunk.usage and not chunk.choice:
-            self._usage_sent = self._wants_usage
+            self._has_sent_usage = self._wants_usage
             if not self._wants_usage:
                 return None
-        if self._takes_ids_out:
-            if not self._opened and raw.startswith(b"data:"):
-                self._opened = raw
-            if chunk.token_ids or chunk.prompt_ids:
-                # Only with ids does an engine tell of a token that is not to be seen yet.
-                if chunk.blank and chunk.token_ids and not chunk.finish_reason:
-                    return None
-                raw = _without(raw, b'"token_ids"', b'"prompt_token_ids"' if chunk.prompt_ids else b"")
-        if chunk.finish_reason is not None and not self._wants_usage and _FINGERPRINT not in raw and raw.endswith(b"}"):
-            fingerprint = self._answer.fingerprint
-            if fingerprint:
-                raw = raw[:-1] + b',"system_fingerprint":' + to_json(fingerprint) + b"}"
-        return raw
+        if self._hides_token_ids:
+            event = self._without_token_ids(chunk)
+        if event is not None and chunk.finish_reason is not None and not self._wants_usage:
+            return self._with_fingerprint(event)
+        return event
+
+    def _without_token_ids(self, chunk: Chunk) -> bytes | None:
+        """Return an engine's event without the token ids that only the router wanted; None if nothing else is in it."""
+        event = chunk.raw
+        if not self._first_event and event.startswith(b"data:"):
+            self._first_event = event
+        if not chunk.token_ids and not chunk.prompt_ids:
+            return event
+        if chunk.blank and chunk.token_ids and not chunk.finish_reason:
+            return None  # only engines that are asked for token ids send a token whose text comes later
+        event = _with_null(event, b'"token_ids"')
+        if chunk.prompt_ids:
+            event = _with_null(event, b'"prompt_token_ids"')
+        return event
+
+    def _with_fingerprint(self, event: bytes) -> bytes:
+        """Return the last event of a choice with the engine's fingerprint, unless it has one or none is known."""
+        fingerprint = self._answer.fingerprint
+        if not fingerprint or _FINGERPRINT in event or not event.endswith(b"}"):
+            return event
+        return event[:-1] + b',"system_fingerprint":' + to_json(fingerprint) + b"}"
+
+    def _report_event(self, report: Mapping[str, Any]) -> bytes:
+        """Return the event with the report: a chunk without choices, as clients expect one."""
+        if self._answer.parts:
+            report = {**report, "continued_on": [part.tier for part in self._answer.parts]}
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        empty_chunk = {"id": "", "object": kind, "created": 0, "model": "", "choices": []}
+        return b"data: " + to_json({**empty_chunk, "qarr": report})
 
     def _template(self) -> dict[str, Any]:
-        opened = read_json(self._opened[5:] or b"{}")
-        return {name: opened.get(name) for name in ("id", "object", "created", "model")}
+        """Return the members that all chunks of the first engine share."""
+        first_chunk = read_json(self._first_event[5:] or b"{}")
+        return {name: first_chunk.get(name) for name in ("id", "object", "created", "model")}
 
-    def _made(self, chunk: Chunk) -> bytes:
+    def _continued_event(self, chunk: Chunk) -> bytes:
         """Return what another engine computed, as the first engine would have sent it."""
         choice: dict[str, Any] = {"index": 0}
-        if self._chat:
+        if self._is_chat:
             choice["delta"] = {"content": chunk.text}
         else:
             choice["text"] = chunk.text
-        choice |= {"logprobs": None, "finish_reason": chunk.finish_reason}
+        choice["logprobs"] = None
+        choice["finish_reason"] = chunk.finish_reason
         if chunk.finish_reason is not None:
             choice["stop_reason"] = chunk.stop_reason
-        return b"data: " + to_json({**self._template(), "choices": [{**choice, "token_ids": None}]})
+        choice["token_ids"] = None
+        return b"data: " + to_json({**self._template(), "choices": [choice]})
 
 
-def _without(event: bytes, *names: bytes) -> bytes:
-    """Write null for lists of ids, by the names of their members; vLLM writes no space after a colon, others do."""
-    for name in filter(None, names):
-        head, member, rest = event.partition(name + b":[")
-        if not member:
-            head, member, rest = event.partition(name + b": [")
-        if member:
-            event = head + member[:-1] + b"null" + rest.partition(b"]")[2]
-    return event
+def _with_null(event: bytes, name: bytes) -> bytes:
+    """Write null for a list, by its member's name; vLLM writes no space after a colon, others do."""
+    head, member, tail = event.partition(name + b":[")
+    if not member:
+        head, member, tail = event.partition(name + b": [")
+    if not member:
+        return event
+    return head + member[:-1] + b"null" + tail.partition(b"]")[2]

@@ -1,6 +1,6 @@
 """Reads the text to classify and its token count from an OpenAI request, which is neither changed nor checked.
 
-Malformed parts read as empty: the engine gets the body unchanged and reports best what is wrong with it.
+Malformed parts read as empty: the engine gets the body unchanged and says best what is wrong with it.
 """
 
 from __future__ import annotations
@@ -19,95 +19,143 @@ SYSTEM_ROLES = ("system", "developer")
 # Known types of parts. Any other name is the caller's own text, which is not recorded.
 KINDS = (
     "image_url", "input_audio", "audio_url", "video_url", "file",
-    "input_image", "input_file",  # of the Responses API
+    "input_image", "input_file",  # the Responses API's
     "image", "document",  # Anthropic's
 )  # fmt: skip
 
 
 def read_chat(document: JsonObject, counter: TokenCounter) -> PromptText:
-    given = document.get("messages")
-    messages, texts, calls, others = [], list[str](), list[str](), list[str]()
-    for message in given if isinstance(given, list) else ():
-        if isinstance(message, dict):
-            content = message.get("content")
-            messages.append(message)
-            texts.append(content if isinstance(content, str) else text_of(content))
-            others += other_parts(content) if isinstance(content, list) else ()
-            calls.append("".join([str(message.get(key) or "") for key in ("tool_calls", "function_call")]))
-    # Templates write these first, or after the system prompt.
+    """Read the body of a chat: its messages, and what templates write beside them."""
+    messages = _messages_in(document)
+    texts = [text_of(message.get("content")) for message in messages]
+    turn = last_turn(messages, texts)
+    turn_tokens = None
+    # Templates write what stands beside the messages before them, or after the system prompt.
     parts = [Part(text, counter.count(text)) for text in beside(document)]
-    turn, counted = last_turn(messages, texts), None
-    for message, text, call in zip(messages, texts, calls, strict=True):
+    for message, text in zip(messages, texts, strict=True):
         tokens = counter.count(text)
         if text is turn:
-            counted = tokens
-        parts.append(chat_part(message.get("role"), text + call, tokens + counter.count(call) if call else tokens))
-    tokens = sum([part.tokens for part in parts]) + PART_TOKENS * len(others)
+            turn_tokens = tokens
+        calls = calls_in(message)
+        if calls:
+            tokens += counter.count(calls)
+        parts.append(chat_part(message.get("role"), text + calls, tokens))
+    other_kinds = _other_kinds(messages)
+    prompt_tokens = sum([part.tokens for part in parts]) + PART_TOKENS * len(other_kinds)
     return PromptText(
         text=turn,
-        text_tokens=counted,
-        prompt_tokens=tokens,
-        all_tokens=tokens,
+        text_tokens=turn_tokens,
+        prompt_tokens=prompt_tokens,
+        all_tokens=prompt_tokens,
         messages=len(messages),
         system=bool(messages) and messages[0].get("role") in SYSTEM_ROLES,
-        other_parts=tuple(dict.fromkeys(others)),
-        parts=() if others else tuple(parts),
+        other_parts=tuple(dict.fromkeys(other_kinds)),
+        parts=() if other_kinds else tuple(parts),
         salt=str(document.get("cache_salt", "")),
     )
 
 
+def _messages_in(document: JsonObject) -> list[dict[str, Any]]:
+    messages = document.get("messages")
+    if not isinstance(messages, list):
+        return []
+    return [message for message in messages if isinstance(message, dict)]
+
+
+def _other_kinds(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the kinds of all parts of a chat that are not text."""
+    kinds: list[str] = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            kinds += other_parts(content)
+    return kinds
+
+
+def calls_in(message: Mapping[str, Any]) -> str:
+    """Return the calls of tools in a message, which a model reads as well."""
+    return "".join([str(message[key]) for key in ("tool_calls", "function_call") if message.get(key)])
+
+
 def beside(document: JsonObject) -> list[str]:
+    """Return what a chat's template writes beside the messages: tools, functions and documents, as JSON."""
     return [document.text_of(key) for key in ("tools", "functions", "documents") if document.get(key)]
 
 
 def read_completion(document: JsonObject, counter: TokenCounter) -> PromptText:
     """Read the body of a completion: text, texts, token ids, or several lists of them."""
     prompt = document.get("prompt")
-    several = prompt if isinstance(prompt, list) and not is_ids(prompt) else [prompt]
-    texts = [item for item in several if isinstance(item, str)]
-    lists = [item for item in several if is_ids(item)]
-    counts = [counter.count(text) for text in texts] + [len(item) for item in lists]
-    ids = () if texts or not counts else ("token ids",)
-    read = texts or [" ".join(map(str, item)) for item in lists[:1]]
+    prompts = prompt if isinstance(prompt, list) and not is_ids(prompt) else [prompt]
+    texts = [item for item in prompts if isinstance(item, str)]
+    id_lists = [item for item in prompts if is_ids(item)]
+    token_counts = [counter.count(text) for text in texts] + [len(ids) for ids in id_lists]
+    other_kinds: tuple[str, ...] = ()
+    if id_lists and not texts:
+        other_kinds = ("token ids",)
     return PromptText(
-        "\n\n".join(texts),
-        max(counts, default=0),
-        all_tokens=sum(counts),
-        other_parts=ids,
-        prompts=max(len(counts), 1),
-        parts=tuple(map(Part, read[:1], counts[:1])),
+        text="\n\n".join(texts),
+        prompt_tokens=max(token_counts, default=0),
+        all_tokens=sum(token_counts),
+        other_parts=other_kinds,
+        prompts=max(len(token_counts), 1),
+        parts=_first_prompt(texts, id_lists, token_counts),
         salt=str(document.get("cache_salt", "")),
     )
 
 
+def _first_prompt(texts: list[str], id_lists: list[list[int]], token_counts: list[int]) -> tuple[Part, ...]:
+    """Return the first prompt of a completion as an engine reads it; nothing if there is none."""
+    if texts:
+        return (Part(texts[0], token_counts[0]),)
+    if id_lists:
+        return (Part(" ".join(map(str, id_lists[0])), token_counts[0]),)
+    return ()
+
+
 def last_turn(messages: Sequence[Mapping[str, Any]], texts: list[str]) -> str:
+    """Return the text of the user's last turn, with that of the turn before it if it is short."""
     turns: list[list[str]] = [[]]
     for message, text in zip(messages, texts, strict=True):
         if message.get("role") == "user":
             turns[-1].append(text)
         elif message.get("role") == "assistant" and turns[-1]:
             turns.append([])
-    asked = ["\n\n".join(turn) for turn in turns if turn]
-    if not asked:
+    user_texts = ["\n\n".join(turn) for turn in turns if turn]
+    if not user_texts:
         return "\n\n".join(texts[-1:])
-    return "\n\n".join(asked[-2:]) if len(asked[-1]) < SHORT_CHARS else asked[-1]
+    if len(user_texts[-1]) < SHORT_CHARS:
+        return "\n\n".join(user_texts[-2:])
+    return user_texts[-1]
 
 
 def text_of(content: Any) -> str:
+    """Return the text of a message's content: a text, or a list of texts and of parts that may have one."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         return ""
-    parts = [p if isinstance(p, str) else p.get("text") for p in content if isinstance(p, dict | str)]
-    return "\n".join(part for part in parts if isinstance(part, str))
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else part
+        if isinstance(text, str):
+            texts.append(text)
+    return "\n".join(texts)
 
 
 def other_parts(content: Any) -> list[str]:
+    """Return the kinds of the parts of a message's content that are not text."""
     if not isinstance(content, list):
         return []
-    kinds = [p.get("type") for p in content if isinstance(p, dict) and "text" not in p]
-    return [kind if kind in KINDS else "other" for kind in kinds if kind != "text"]
+    kinds = [part.get("type") for part in content if isinstance(part, dict) and "text" not in part]
+    return [_known_kind(kind) for kind in kinds if kind != "text"]
+
+
+def _known_kind(kind: Any) -> str:
+    if kind in KINDS:
+        return str(kind)
+    return "other"
 
 
 def is_ids(item: Any) -> bool:
+    """Tell whether an item is a list of token ids."""
     return isinstance(item, list) and bool(item) and all(isinstance(number, int) for number in item)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,9 +21,16 @@ from router.settings import Settings
 from router.upstream.client import Pool, Upstream, no_answer, refusal
 from router.upstream.errors import EngineFailedError, EngineUnreachableError, NoSlotError, UpstreamError
 from tiers.fleet import Fleet
-from tiers.spec import ReplicaStatus
+from tiers.replica import Replica
+from tiers.spec import ReplicaStatus, TierName
 
-Engine = tuple[str, str, bytes]  # its address and key, and the request's body for it
+
+class PassthroughTarget(NamedTuple):
+    """A server that may answer, and the request's body for it."""
+
+    url: str
+    api_key: str
+    body: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,61 +41,86 @@ class Passthrough:
     settings: Settings
 
     async def tokens(self, request: Request) -> Response:
-        """Let any ready engine tokenize, detokenize or count, since they share a tokenizer.
+        """Let any ready engine tokenize, detokenize or count, since all engines share a tokenizer.
 
-        It has no slot for that, which takes nothing from generation.
+        Such a request needs no slot: it takes nothing from generation.
         """
-        document, allowed = read_document(await self._body(request)), context_of(request.scope).caller.tiers
+        document = read_document(await self._body(request))
         resolve(document, self.settings.openai, self.fleet)
-        fleet, now = self.fleet, time.monotonic()
-        replicas = [r for r in fleet.replicas if r.state.status is ReplicaStatus.READY]
-        ready = [r for r in replicas if allowed is None or r.spec.name in allowed]
-        ready.sort(key=lambda r: (not r.breaker.admits(now), fleet.rank(r.spec.name), r.state.in_flight))
-        engines = [(r.url, r.api_key, document.edited({"model": r.model})) for r in ready]
-        return await self._pass_on(request, "tokens", engines, tokens=0)
+        targets = []
+        for replica in self._ready_replicas(context_of(request.scope).caller.tiers):
+            body = document.edited({"model": replica.model})
+            targets.append(PassthroughTarget(replica.url, replica.api_key, body))
+        return await self._pass_on(request, "tokens", targets, quota_tokens=0)
+
+    def _ready_replicas(self, allowed_tiers: frozenset[TierName] | None) -> list[Replica]:
+        """Return the ready replicas of the tiers that a caller may use (None: all).
+
+        Those come first whose circuit breaker lets requests pass, then the lowest precision, then the least load.
+        """
+        fleet = self.fleet
+        now = time.monotonic()
+        ready = [replica for replica in fleet.replicas if replica.state.status is ReplicaStatus.READY]
+        if allowed_tiers is not None:
+            ready = [replica for replica in ready if replica.spec.name in allowed_tiers]
+
+        def preference(replica: Replica) -> tuple[bool, int, int]:
+            return (not replica.breaker.admits(now), fleet.rank(replica.spec.name), replica.state.in_flight)
+
+        return sorted(ready, key=preference)
 
     async def embeddings(self, request: Request) -> Response:
-        body, urls = await self._body(request), self.settings.openai.embeddings_urls
+        """Let the first server that answers make embeddings."""
+        body = await self._body(request)
         document = read_document(body)
+        urls = self.settings.openai.embeddings_urls
         if not urls:
             raise NoEmbeddingsError(
                 "no engine here serves embeddings: the tiers generate text; set openai.embeddings_urls to one that does"
             )
-        engines = [(url, self.settings.engine.api_key, body) for url in urls]
-        return await self._pass_on(request, "embeddings", engines, count_input(document.get("input")))
+        targets = [PassthroughTarget(url, self.settings.engine.api_key, body) for url in urls]
+        return await self._pass_on(request, "embeddings", targets, quota_tokens=count_input(document.get("input")))
 
     async def _body(self, request: Request) -> bytes:
         return await read_body(request.scope, request.receive, self.settings.server.max_body_bytes)
 
-    async def _pass_on(self, request: Request, pool: Pool, engines: Iterable[Engine], tokens: int) -> Response:
-        context, path = context_of(request.scope), request.scope["path"]
+    async def _pass_on(
+        self, request: Request, pool: Pool, targets: Iterable[PassthroughTarget], *, quota_tokens: int
+    ) -> Response:
+        """Answer as one of some engines does; the request counts against the quota unless no engine had it."""
+        context = context_of(request.scope)
+        path = request.scope["path"]
         cancel_on_disconnect(request.scope)
-        grant = await self.quotas.enter(context.caller, tokens, context.limits)
-        used: int | None = None
+        grant = await self.quotas.enter(context.caller, quota_tokens, context.limits)
+        used_tokens: int | None = None
         try:
-            status, media_type, content = await self._first_answer(path, pool, engines, context.request_id)
-            used = tokens
+            status, media_type, content = await self._first_answer(path, pool, targets, request_id=context.request_id)
+            used_tokens = quota_tokens
         except asyncio.CancelledError:
-            used = tokens  # an engine may have worked for it
+            used_tokens = quota_tokens  # an engine may have worked for it
             raise
         finally:
             if grant is not None:
-                await grant.settle(used)
+                await grant.settle(used_tokens)
         if error_form(path) is ErrorForm.ANTHROPIC and status != HTTPStatus.OK:
-            raise refusal(status, content)  # vLLM has OpenAI's form for some of them
-        return Response(content, status, context.headers, media_type)
+            raise refusal(status, content)  # vLLM words some of these as OpenAI does
+        return Response(content, status, headers=context.headers, media_type=media_type)
 
     async def _first_answer(
-        self, path: str, pool: Pool, engines: Iterable[Engine], request_id: str
+        self, path: str, pool: Pool, targets: Iterable[PassthroughTarget], *, request_id: str
     ) -> tuple[int, str, bytes]:
-        causes, upstream = list[UpstreamError](), self.upstream
-        for url, key, body in sorted(engines, key=lambda engine: not upstream.passes_at_once(engine[0], pool)):
+        """Return status, media type and body of the first answer; engines that would let it wait are asked last."""
+        upstream = self.upstream
+        failures: list[UpstreamError] = []
+        for target in sorted(targets, key=lambda target: not upstream.passes_at_once(target.url, pool)):
             try:
-                return await upstream.pass_on(url, key, path, body, pool, request_id=request_id)
+                return await upstream.pass_on(
+                    target.url, target.api_key, path, target.body, pool, request_id=request_id
+                )
             except (EngineUnreachableError, EngineFailedError) as error:
-                causes.append(error)
-        if causes:
-            raise no_answer(causes, *map(str, causes))
+                failures.append(error)
+        if failures:
+            raise no_answer(failures, *map(str, failures))
         raise NoSlotError("no tier that could answer this is ready")
 
 
@@ -97,7 +129,13 @@ def count_input(value: Any) -> int:
 
     What is no input counts as one token: the engine says best what is wrong with it.
     """
-    total = 0
-    for one in value if isinstance(value, list) else [value]:
-        total += len(one) if isinstance(one, list) else max(len(one) // 3, 1) if isinstance(one, str) else 1
-    return total
+    items = value if isinstance(value, list) else [value]
+    return sum(_count_item(item) for item in items)
+
+
+def _count_item(item: Any) -> int:
+    if isinstance(item, list):
+        return len(item)
+    if isinstance(item, str):
+        return max(len(item) // 3, 1)
+    return 1

@@ -6,8 +6,11 @@ from enum import Enum
 
 PAGE = "/"
 MOST_LISTED = 1000  # entries of a list in one answer
-CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+EMBEDDINGS = "/v1/embeddings"
+MESSAGES = "/v1/messages"
+COUNT_TOKENS = "/v1/messages/count_tokens"
 RESPONSES = "/v1/responses"
 _VLLMS_OWN = {"/tokenize", "/detokenize"}  # endpoints whose errors have OpenAI's form
 
@@ -15,13 +18,16 @@ _VLLMS_OWN = {"/tokenize", "/detokenize"}  # endpoints whose errors have OpenAI'
 class ErrorForm(Enum):
     PROBLEM = "RFC 9457"
     OPENAI = "OpenAI's error object"
-    RESPONSES = "the same, and in streams an event with a name"
+    RESPONSES = "OpenAI's error object, and in streams an event with a name"
     ANTHROPIC = "Anthropic's error object"
 
 
 def error_form(path: str) -> ErrorForm:
+    """Return the form of errors that callers of a path expect."""
     if path == MESSAGES or path.startswith(f"{MESSAGES}/"):
         return ErrorForm.ANTHROPIC
     if path == RESPONSES or path.startswith(f"{RESPONSES}/"):
         return ErrorForm.RESPONSES
-    return ErrorForm.OPENAI if path.startswith("/v1/") or path in _VLLMS_OWN else ErrorForm.PROBLEM
+    if path.startswith("/v1/") or path in _VLLMS_OWN:
+        return ErrorForm.OPENAI
+    return ErrorForm.PROBLEM

@@ -6,9 +6,9 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
@@ -47,12 +47,14 @@ from tiers.errors import NotPossibleError, UnknownReplicaError
 
 log = logging.getLogger(f"qarr.{__name__}")
 MEDIA_TYPE = "application/problem+json"
-ISSUER_RETRY_S = 10  # between two fetches of its keys
+ISSUER_RETRY_S = 10  # the time between two fetches of an issuer's keys
 BUSY_RETRY_S = 1  # the next request that finishes frees a slot
-LONGEST_RETRY_S = 3600
+MAX_RETRY_S = 3600
 
 
 class UnknownModelError(Exception):
+    """A request names a model that is not served here."""
+
     def __init__(self, model: str, known: tuple[str, ...]) -> None:
         super().__init__(f"there is no model {model[:100]!r} here: {', '.join(known)}")
 
@@ -62,7 +64,7 @@ class NoEmbeddingsError(Exception):
 
 
 class NotStoredError(Exception):
-    """A response is asked for by its id."""
+    """A caller asks for a response by its id, but no responses are stored."""
 
 
 class NotAdminError(Exception):
@@ -76,6 +78,13 @@ class DrainingError(Exception):
         super().__init__(detail)
 
 
+class OpenAIStatus(NamedTuple):
+    """The status and the code of a problem under ``/v1``."""
+
+    status: int
+    code: str
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     status: int
@@ -85,38 +94,45 @@ class Problem:
     errors: tuple[FieldProblem, ...] = ()
     retry_after_s: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
-    # status and code under ``/v1``, if OpenAI's differ; Anthropic's status is the same
-    openai: tuple[int, str] | None = None
+    openai: OpenAIStatus | None = None  # if OpenAI's status or code differ; Anthropic's status is OpenAI's
     headers: Mapping[str, str] = field(default_factory=dict)  # additional headers
 
+    @property
+    def _openai_status(self) -> OpenAIStatus:
+        return self.openai or OpenAIStatus(self.status, self.kind.replace("-", "_"))
+
     def body(self, ids: Mapping[str, str]) -> dict[str, Any]:
-        return {
+        """Return the problem as RFC 9457 has it."""
+        body: dict[str, Any] = {
             "type": f"urn:qarr:problem:{self.kind}",
             "title": self.title,
             "status": self.status,
             "detail": self.detail,
-            **({"errors": [asdict(e) for e in self.errors]} if self.errors else {}),
-            **self.extra,
-            **ids,
         }
+        if self.errors:
+            body["errors"] = [asdict(error) for error in self.errors]
+        return {**body, **self.extra, **ids}
 
     def openai_body(self) -> dict[str, Any]:
-        status, code = self.openai or (self.status, self.kind.replace("-", "_"))
+        """Return the problem as OpenAI's error object."""
+        status, code = self._openai_status
         error = {
             "message": self._message(),
-            "type": _type(status, _TYPES, "server_error"),
+            "type": _openai_type(status),
             "param": self.errors[0].field if self.errors else None,
             "code": code,
         }
         return {"error": error}
 
     def anthropic_body(self, ids: Mapping[str, str]) -> dict[str, Any]:
-        status = self.openai[0] if self.openai else self.status
-        error = {"type": _type(status, _TYPES | _ANTHROPICS, "api_error"), "message": self._message()}
+        """Return the problem as Anthropic's error object."""
+        error = {"type": _anthropic_type(self._openai_status.status), "message": self._message()}
         return {"type": "error", "error": error, "request_id": ids["request_id"]}
 
     def _message(self) -> str:
-        return "; ".join(f"{e.field}: {e.problem} (allowed: {e.allowed})" for e in self.errors) or self.detail
+        if not self.errors:
+            return self.detail
+        return "; ".join(f"{error.field}: {error.problem} (allowed: {error.allowed})" for error in self.errors)
 
     def event(self, form: ErrorForm, ids: Mapping[str, str], number: int = 0) -> bytes:
         """Return the event that ends a stream, without the empty line after it; ``number``: where events have numbers."""
@@ -124,85 +140,114 @@ class Problem:
             return b"data: " + to_json(self.openai_body())
         if form is ErrorForm.ANTHROPIC:
             body = self.anthropic_body(ids)
-        elif form is ErrorForm.RESPONSES:  # the members of its error event, and for SDKs the object that they raise
-            error = self.openai_body()["error"]
-            told = {name: error[name] for name in ("code", "message", "param")}
-            body = {"type": "error", **told, "sequence_number": number, "error": error}
+        elif form is ErrorForm.RESPONSES:
+            body = self._response_event(number)
         else:
             body = self.body(ids)
         return b"event: error\ndata: " + to_json(body)
 
+    def _response_event(self, number: int) -> dict[str, Any]:
+        """Return the members of the Responses API's error event, and the object that SDKs look for when they raise it."""
+        error = self.openai_body()["error"]
+        return {
+            "type": "error",
+            "code": error["code"],
+            "message": error["message"],
+            "param": error["param"],
+            "sequence_number": number,
+            "error": error,
+        }
+
     def response(self, context: RequestContext, form: ErrorForm) -> Response:
+        """Return the whole answer to a request, in the form that its caller expects."""
         headers = {**context.headers, **self.headers}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
         if self.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
             headers["connection"] = "close"  # the rest of the body stays unread
         if form is ErrorForm.PROBLEM:
-            return Response(to_json(self.body(context.ids)), self.status, headers, MEDIA_TYPE)
+            return Response(to_json(self.body(context.ids)), self.status, headers=headers, media_type=MEDIA_TYPE)
         body = self.anthropic_body(context.ids) if form is ErrorForm.ANTHROPIC else self.openai_body()
-        return json_response(body, self.openai[0] if self.openai else self.status, headers)
+        return json_response(body, self._openai_status.status, headers)
 
 
-_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}  # OpenAI's and Anthropic's
-_ANTHROPICS = {
+# Types of errors by their status: those that OpenAI and Anthropic share, and Anthropic's further ones.
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = _OPENAI_TYPES | {
     404: "not_found_error", 408: "timeout_error", 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
+_CALLERS_MISTAKE = "invalid_request_error"
 
 
-def _type(status: int, names: Mapping[int, str], of_server: str) -> str:
-    return names.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else of_server)
+def _openai_type(status: int) -> str:
+    usual_type = _CALLERS_MISTAKE if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+    return _OPENAI_TYPES.get(status, usual_type)
+
+
+def _anthropic_type(status: int) -> str:
+    usual_type = _CALLERS_MISTAKE if status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
+    return _ANTHROPIC_TYPES.get(status, usual_type)
 
 
 @dataclass(frozen=True, slots=True)
 class _RefusalProblem:
-    """How a refusal is told.
+    """How callers see a refusal.
 
     Attributes:
-        title: Where any tier might have served.
-        title_of_required: Where the request requires one tier.
-        openai: Status and code under ``/v1``, if OpenAI's differ.
+        title: The title if several tiers might have served the request.
+        title_of_required: The title if the request requires one tier.
+        openai: See ``Problem``.
     """
 
     status: int
     title: str
     title_of_required: str
-    openai: tuple[int, str] | None = None
+    openai: OpenAIStatus | None = None
 
 
 _REFUSALS = {
     Refusal.TOO_LONG: _RefusalProblem(
         422,
-        "The request is too long for the tiers that may serve it",
-        "The request is too long for the tier that it requires",
-        (400, "context_length_exceeded"),
+        title="The request is too long for the tiers that may serve it",
+        title_of_required="The request is too long for the tier that it requires",
+        openai=OpenAIStatus(400, "context_length_exceeded"),
     ),
     Refusal.NOT_READY: _RefusalProblem(
-        503, "No tier that could serve this is ready", "The tier that the request requires is not ready"
+        503,
+        title="No tier that could serve this is ready",
+        title_of_required="The tier that the request requires is not ready",
     ),
     Refusal.AT_CAPACITY: _RefusalProblem(
-        503, "Every tier that could serve this is full", "The tier that the request requires is full"
+        503,
+        title="Every tier that could serve this is full",
+        title_of_required="The tier that the request requires is full",
     ),
     Refusal.SLA_UNMET: _RefusalProblem(
-        503, "No tier can meet the required SLA now", "The tier that the request requires cannot meet its SLA now"
+        503,
+        title="No tier can meet the required SLA now",
+        title_of_required="The tier that the request requires cannot meet its SLA now",
     ),
     Refusal.UNSUPPORTED: _RefusalProblem(
         422,
-        "No tier that could serve this supports its parameters",
-        "The tier that the request requires does not support its parameters",
-        (400, "unsupported_parameter"),
+        title="No tier that could serve this supports its parameters",
+        title_of_required="The tier that the request requires does not support its parameters",
+        openai=OpenAIStatus(400, "unsupported_parameter"),
     ),
     Refusal.NO_ADAPTER: _RefusalProblem(
         422,
-        "No tier that could serve this offers the adapter",
-        "The tier that the request requires does not offer the adapter",
-        (404, "model_not_found"),
+        title="No tier that could serve this offers the adapter",
+        title_of_required="The tier that the request requires does not offer the adapter",
+        openai=OpenAIStatus(404, "model_not_found"),
     ),
     Refusal.EXCLUDED: _RefusalProblem(
-        400, "The request excludes every tier that could serve it", "The request excludes the tier that it requires"
+        400,
+        title="The request excludes every tier that could serve it",
+        title_of_required="The request excludes the tier that it requires",
     ),
     Refusal.NOT_ALLOWED: _RefusalProblem(
-        403, "The key does not allow a tier that could serve this", "The key does not allow the tier that is required"
+        403,
+        title="The key does not allow a tier that could serve this",
+        title_of_required="The key does not allow the tier that is required",
     ),
 }
 
@@ -212,7 +257,7 @@ def describe(error: Exception) -> Problem:
     for kind in type(error).__mro__:
         if kind in PROBLEMS:
             return PROBLEMS[kind](error)
-    return Problem(500, "internal-error", "Internal error", "see the router's log for the request id")
+    return Problem(500, "internal-error", title="Internal error", detail="see the router's log for the request id")
 
 
 def is_known(error: Exception) -> bool:
@@ -220,50 +265,101 @@ def is_known(error: Exception) -> bool:
 
 
 def refusal(error: Exception, path: str) -> Response:
+    """Return the answer to a request that is refused before anything else is known of it."""
     context = RequestContext(secrets.token_hex(16), secrets.token_hex(16))
     log.info("request %s: refused: %s", context.request_id, error)
     return describe(error).response(context, error_form(path))
 
 
 def response_to(error: Exception, scope: Scope) -> Response:
+    """Return the answer that an exception becomes, in the form that the path's callers expect."""
     if isinstance(error, ClientGoneError):
         return Response(status_code=CLIENT_GONE)
-    form, context = error_form(scope["path"]), context_of(scope)
+    form = error_form(scope["path"])
+    context = context_of(scope)
     if form is not ErrorForm.PROBLEM and isinstance(error, EngineRefusedError) and error.body:
-        if form is not ErrorForm.ANTHROPIC:  # the engine's own, in OpenAI's form
-            return Response(error.body, error.status, context.headers, "application/json")
-        # vLLM has two forms for it, and types of errors that are not Anthropic's.
-        return Problem(error.status, "engine-refused", "", error.detail).response(context, form)
+        return _engine_refusal(error, context, form)
     return describe(error).response(context, form)
 
 
+def _engine_refusal(error: EngineRefusedError, context: RequestContext, form: ErrorForm) -> Response:
+    """Return an engine's own refusal as it came, except to Anthropic's clients.
+
+    vLLM has two forms of errors for these, and types of errors that Anthropic's API does not have.
+    """
+    if form is ErrorForm.ANTHROPIC:
+        return Problem(error.status, "engine-refused", title="", detail=error.detail).response(context, form)
+    return Response(error.body, error.status, headers=context.headers, media_type="application/json")
+
+
 def _plain(status: int, kind: str, title: str, **more: Any) -> Callable[[Exception], Problem]:
-    return lambda error: Problem(status, kind, title, str(error), **more)
+    """Return what makes a problem of exceptions that say it all in their text."""
+
+    def describe_plainly(error: Exception) -> Problem:
+        return Problem(status, kind, title, detail=str(error), **more)
+
+    return describe_plainly
 
 
-def _at(status: int, kind: str, title: str, wrong: Callable[[Any], FieldProblem]) -> Callable[[Exception], Problem]:
-    return lambda error: Problem(status, kind, title, str(error), (wrong(error),))
+def _at_field(
+    status: int, kind: str, title: str, field_problem: Callable[[Any], FieldProblem]
+) -> Callable[[Exception], Problem]:
+    """Return what makes a problem of exceptions that are about one field of the request."""
+
+    def describe_field(error: Exception) -> Problem:
+        return Problem(status, kind, title, detail=str(error), errors=(field_problem(error),))
+
+    return describe_field
+
+
+def _retry_seconds(retry_after_s: float) -> int:
+    """Return a time as ``Retry-After`` has it: in whole seconds, at least one, at most an hour."""
+    return math.ceil(min(max(retry_after_s, 1), MAX_RETRY_S))
 
 
 def _no_engine_answered(error: NoEngineAnsweredError) -> Problem:
-    after_s = math.ceil(min(max(error.retry_after_s or 0, BUSY_RETRY_S), LONGEST_RETRY_S))
-    return Problem(503, "no-engine-answered", "No engine answered", str(error), retry_after_s=after_s)
+    return Problem(
+        503,
+        "no-engine-answered",
+        title="No engine answered",
+        detail=str(error),
+        retry_after_s=_retry_seconds(error.retry_after_s or BUSY_RETRY_S),
+    )
 
 
 def _over_quota(error: OverQuotaError) -> Problem:
     if error.retry_after_s is None:
-        larger = FieldProblem("max_tokens", str(error), f"prompt and output of at most {error.limit} tokens")
-        return Problem(400, "over-token-quota", "The request is larger than the key's quota", str(error), (larger,))
-    after_s, openai = max(math.ceil(error.retry_after_s), 1), (429, "rate_limit_exceeded")
-    title = "The key's quota has too little left" if error.resource == "tokens" else "The key's quota is used up"
-    return Problem(429, "over-quota", title, str(error), retry_after_s=after_s, openai=openai)
+        too_large = FieldProblem("max_tokens", str(error), f"prompt and output of at most {error.limit} tokens")
+        return Problem(
+            400,
+            "over-token-quota",
+            title="The request is larger than the key's quota",
+            detail=str(error),
+            errors=(too_large,),
+        )
+    title = "The key's quota is used up"
+    if error.resource == "tokens":
+        title = "The key's quota has too little left"
+    return Problem(
+        429,
+        "over-quota",
+        title=title,
+        detail=str(error),
+        retry_after_s=max(math.ceil(error.retry_after_s), 1),
+        openai=OpenAIStatus(429, "rate_limit_exceeded"),
+    )
 
 
 def _over_budget(error: OverBudgetError) -> Problem:
     if error.retry_after_s is None:
-        allowed = f"less than {error.text} altogether"
-        larger = FieldProblem("max_tokens", str(error), allowed)
-        return Problem(400, "larger-than-budget", "The request is larger than the budget", str(error), (larger,))
+        too_large = FieldProblem("max_tokens", str(error), f"less than {error.text} altogether")
+        return Problem(
+            400,
+            "larger-than-budget",
+            title="The request is larger than the budget",
+            detail=str(error),
+            errors=(too_large,),
+        )
     budget = {
         "of": error.account.title,
         "name": error.limit.name,
@@ -271,84 +367,113 @@ def _over_budget(error: OverBudgetError) -> Problem:
         "used": error.used / MICRO,
         "renews": f"{error.renews:%Y-%m-%dT%H:%M:%SZ}",
     }
-    after_s = max(error.retry_after_s, 1)
-    title = "A budget has too little left" if error.left else "A budget is used up"
-    openai = (429, "insufficient_quota")
-    return Problem(429, "over-budget", title, str(error), (), after_s, {"budget": budget}, openai)
+    return Problem(
+        429,
+        "over-budget",
+        title="A budget has too little left" if error.left else "A budget is used up",
+        detail=str(error),
+        retry_after_s=max(error.retry_after_s, 1),
+        extra={"budget": budget},
+        openai=OpenAIStatus(429, "insufficient_quota"),
+    )
 
 
-def _refused(decision: Decision) -> Problem:
+def _refused(error: RequestRefusedError) -> Problem:
+    """Return the problem for a refusal, with what each tier would have done with the request."""
+    decision = error.decision
     assert decision.refusal is not None
     query = decision.query
-    told = _REFUSALS[decision.refusal]
-    title = told.title_of_required if query.require and query.hint is not None else told.title
-    status, openai = told.status, told.openai
-    after_s = decision.retry_after_s
-    retry = None if after_s is None else min(max(math.ceil(after_s), 1), LONGEST_RETRY_S)
-    errors: tuple[FieldProblem, ...] = ()
+    refusal_problem = _REFUSALS[decision.refusal]
+    title = refusal_problem.title
+    if query.require and query.hint is not None:
+        title = refusal_problem.title_of_required
+    retry_after_s = None
+    if decision.retry_after_s is not None:
+        retry_after_s = _retry_seconds(decision.retry_after_s)
+    problem = Problem(
+        refusal_problem.status,
+        kind=decision.refusal.value.replace("_", "-"),
+        title=title,
+        detail=decision.reason,
+        retry_after_s=retry_after_s,
+        extra={"tiers": render_estimates(decision)},
+        openai=refusal_problem.openai,
+    )
     if decision.refusal is Refusal.TOO_LONG:
-        errors = (_too_long(decision),)
-    elif decision.requires_impossible_bounds:
-        status, openai = 422, (400, "sla_unmet")
-        title = title.removesuffix(" now")
-        errors = (FieldProblem("sla", decision.reason, "looser bounds, or tier_policy 'prefer'"),)
-    elif decision.requires_absent_tier:
-        status, openai = 422, (400, "tier_absent")
-        title = "This router does not serve the tier that the request requires"
-        errors = (FieldProblem("tier", decision.reason, "a tier that this router serves: see GET /tiers"),)
-    kind = decision.refusal.value.replace("_", "-")
-    return Problem(status, kind, title, decision.reason, errors, retry, {"tiers": render_estimates(decision)}, openai)
+        return replace(problem, errors=(_too_long(decision),))
+    if decision.requires_impossible_bounds:
+        looser = FieldProblem("sla", decision.reason, "looser bounds, or tier_policy 'prefer'")
+        return _lasting(problem, title.removesuffix(" now"), code="sla_unmet", field_problem=looser)
+    if decision.requires_absent_tier:
+        served = FieldProblem("tier", decision.reason, "a tier that this router serves: see GET /tiers")
+        absent_title = "This router does not serve the tier that the request requires"
+        return _lasting(problem, absent_title, code="tier_absent", field_problem=served)
+    return problem
+
+
+def _lasting(problem: Problem, title: str, *, code: str, field_problem: FieldProblem) -> Problem:
+    """Return a refusal as one that the same request would always get, and that is therefore the caller's to mend."""
+    return replace(problem, status=422, title=title, errors=(field_problem,), openai=OpenAIStatus(400, code))
 
 
 def _too_long(decision: Decision) -> FieldProblem:
-    query, left = decision.query, decision.longest - decision.query.prompt_tokens
-    if left > 0:
-        text = f"{query.max_tokens} tokens after a prompt of {query.prompt_tokens}: {decision.reason}"
-        return FieldProblem("max_tokens", text, f"at most {left}, or a shorter prompt")
+    query = decision.query
+    room = decision.longest - query.prompt_tokens
+    if room > 0:
+        problem = f"{query.max_tokens} tokens after a prompt of {query.prompt_tokens}: {decision.reason}"
+        return FieldProblem("max_tokens", problem, f"at most {room}, or a shorter prompt")
     allowed = f"less than {decision.longest} tokens; 'truncate' removes the oldest or the middle"
     return FieldProblem("prompt", f"{query.prompt_tokens} tokens: {decision.reason}", allowed)
 
 
 def _http(error: HTTPException) -> Problem:
+    """Return the problem for one of Starlette's own exceptions, as for a path that is not served."""
     status = HTTPStatus(error.status_code)
-    details = {
-        404: "nothing is served at this path: try POST /generate or POST /v1/chat/completions; /openapi.json lists all",
-        405: f"allowed: {(error.headers or {}).get('Allow', '')}",
-    }
+    headers = error.headers or {}
+    detail = str(error.detail)
+    if status == HTTPStatus.NOT_FOUND:
+        detail = (
+            "nothing is served at this path: try POST /generate or POST /v1/chat/completions; /openapi.json lists all"
+        )
+    elif status == HTTPStatus.METHOD_NOT_ALLOWED:
+        detail = f"allowed: {headers.get('Allow', '')}"
     kind = status.phrase.lower().replace(" ", "-")
-    detail = details.get(int(status), str(error.detail))
-    return Problem(int(status), kind, status.phrase, detail, headers=error.headers or {})
+    return Problem(int(status), kind, title=status.phrase, detail=detail, headers=headers)
+
+
+def _invalid_body(error: InvalidBodyError) -> Problem:
+    return Problem(
+        400, "invalid-request", title="The request body is not valid", detail=str(error), errors=error.problems
+    )
 
 
 # A subclass without a row of its own has its parent's.
 PROBLEMS: dict[type[BaseException], Callable[[Any], Problem]] = {
-    InvalidBodyError: lambda error: Problem(
-        400, "invalid-request", "The request body is not valid", str(error), error.problems
-    ),
-    BodyTooLargeError: _at(
+    InvalidBodyError: _invalid_body,
+    BodyTooLargeError: _at_field(
         413, "body-too-large", "The request body is too large",
-        lambda error: FieldProblem("body", str(error), f"at most {error.limit} bytes"),
+        field_problem=lambda error: FieldProblem("body", str(error), f"at most {error.limit} bytes"),
     ),
     UnknownCodingError: _plain(
         415, "unknown-coding", "The request body cannot be decoded", headers={"accept-encoding": ", ".join(CODINGS)}
     ),
     UnauthorizedError: _plain(
         401, "unauthorized", "A valid key is needed",
-        openai=(401, "invalid_api_key"), headers={"www-authenticate": "Bearer"},
+        openai=OpenAIStatus(401, "invalid_api_key"), headers={"www-authenticate": "Bearer"},
     ),
     IssuerUnreachableError: _plain(503, "issuer-away", "The token cannot be checked now", retry_after_s=ISSUER_RETRY_S),
     BudgetUnknownError: _plain(503, "budget-unknown", "The budget's use is not known now", retry_after_s=BUSY_RETRY_S),
-    BeyondKeyError: _at(
+    BeyondKeyError: _at_field(
         403, "beyond-key", "The key does not allow this",
-        lambda error: FieldProblem(error.field, f"{error.asked} is beyond this key", error.allowed),
+        field_problem=lambda error: FieldProblem(error.field, f"{error.asked} is beyond this key", error.allowed),
     ),
     OverQuotaError: _over_quota,
     OverBudgetError: _over_budget,
     NoPriceError: _plain(503, "no-price", "The key's budget needs a price"),
-    RequestRefusedError: lambda error: _refused(error.decision),
-    EngineRefusedError: _at(
+    RequestRefusedError: _refused,
+    EngineRefusedError: _at_field(
         422, "engine-refused", "The engine refused the request",
-        lambda error: FieldProblem("prompt", error.detail, "what the engine accepts"),
+        field_problem=lambda error: FieldProblem("prompt", error.detail, "what the engine accepts"),
     ),
     NoSlotError: _plain(503, "at-capacity", _REFUSALS[Refusal.AT_CAPACITY].title, retry_after_s=BUSY_RETRY_S),
     HTTPException: _http,

@@ -20,11 +20,11 @@ def provider_of(document: JsonObject, rules: Rules) -> ProviderBody | None:
 
     ``InvalidBodyError``: it is not valid, or asks for what cannot be honoured here.
     """
-    given = document.get("provider")
-    if given is None:
+    provider = document.get("provider")
+    if provider is None:
         return None
     try:
-        return ProviderBody.model_validate(given, context=rules)
+        return ProviderBody.model_validate(provider, context=rules)
     except ValidationError as error:
         raise InvalidBodyError(problems_of(error, provider_allowed(rules.tiers), "provider")) from None
 
@@ -36,53 +36,72 @@ def with_provider(options: RoutingOptions, provider: ProviderBody | None, fleet:
     """
     if provider is None:
         return options
-    hint, field = options.hint, options.hint_field
+    hint = options.hint
+    hint_field = options.hint_field
     if provider.order is not None:
-        first = TierName(provider.order[0])
-        if hint not in {None, first}:
-            raise _invalid("order", f"names {first}, and {field} names {hint}", "the same tier in both")
-        hint, field = first, "provider.order"
-    found = replace(
+        first_tier = TierName(provider.order[0])
+        if hint not in {None, first_tier}:
+            raise _invalid("order", f"names {first_tier}, and {hint_field} names {hint}", "the same tier in both")
+        hint = first_tier
+        hint_field = "provider.order"
+    precisions = None
+    if provider.quantizations is not None:
+        precisions = frozenset(provider.quantizations)
+    combined = replace(
         options,
         hint=hint,
-        hint_field=field,
+        hint_field=hint_field,
         require=options.require or provider.allow_fallbacks is False,
-        precisions=None if provider.quantizations is None else frozenset(provider.quantizations),
+        precisions=precisions,
         only=_only(provider, fleet.specs),
         sort=provider.sort,
     )
-    _check(found, fleet)
-    return found
+    _check_precisions(combined, fleet)
+    return combined
 
 
 def _only(provider: ProviderBody, specs: Sequence[TierSpec]) -> frozenset[TierName] | None:
-    if provider.only is None and not provider.ignore:
+    """Return the tiers that may serve a request; None: all. ``InvalidBodyError``: none is left."""
+    ignored = provider.ignore or []
+    if provider.only is None and not ignored:
         return None
-    named = [spec.name for spec in specs] if provider.only is None else provider.only
-    left = frozenset(TierName(name) for name in named if name not in (provider.ignore or ()))
-    if not left:
-        raise _invalid("ignore", "leaves no tier", f"fewer of {', '.join(named)}")
-    return left
+    named_tiers = provider.only
+    if named_tiers is None:
+        named_tiers = [spec.name for spec in specs]
+    remaining = frozenset(TierName(name) for name in named_tiers if name not in ignored)
+    if not remaining:
+        raise _invalid("ignore", "leaves no tier", f"fewer of {', '.join(named_tiers)}")
+    return remaining
 
 
-def _check(options: RoutingOptions, fleet: Fleet) -> None:
-    """Raise ``InvalidBodyError`` if no tier has a precision that is allowed, or the one that is mandatory has not.
+def _check_precisions(options: RoutingOptions, fleet: Fleet) -> None:
+    """Raise ``InvalidBodyError`` if no tier that may serve a request has a precision that the request allows.
 
     A tier that is not ready and whose precision is not known may turn out to have one.
     """
-    allowed, hint = options.precisions, options.hint
+    allowed = options.precisions
     if allowed is None:
         return
-    specs = [spec for spec in fleet.specs if not spec.absent]
-    asked = [s for s in specs if options.only is None or s.name in options.only]
-    if options.require and hint is not None:
-        asked = [spec for spec in asked if spec.name is hint]
-    if any(spec.precision == UNKNOWN and not fleet.is_ready(spec.name) for spec in asked):
+    specs = [spec for spec in fleet.specs if not spec.absent and _may_serve(spec.name, options)]
+    if any(spec.precision == UNKNOWN and not fleet.is_ready(spec.name) for spec in specs):
         return
-    if asked and not any(quantizations_of(spec.precision) <= allowed for spec in asked):
-        there = "; ".join(f"{spec.name} has {' and '.join(sorted(quantizations_of(spec.precision)))}" for spec in asked)
-        wrong = f"allows {', '.join(sorted(allowed))}, which no tier that may serve this has"
-        raise _invalid("quantizations", wrong, there)
+    if not specs or any(quantizations_of(spec.precision) <= allowed for spec in specs):
+        return
+    raise _invalid(
+        "quantizations",
+        problem=f"allows {', '.join(sorted(allowed))}, which no tier that may serve this has",
+        allowed="; ".join(f"{spec.name} has {_quantizations_text(spec)}" for spec in specs),
+    )
+
+
+def _may_serve(tier: TierName, options: RoutingOptions) -> bool:
+    if options.require and options.hint is not None and tier is not options.hint:
+        return False
+    return options.only is None or tier in options.only
+
+
+def _quantizations_text(spec: TierSpec) -> str:
+    return " and ".join(sorted(quantizations_of(spec.precision)))
 
 
 def _invalid(field: str, problem: str, allowed: str) -> InvalidBodyError:

@@ -17,7 +17,7 @@ class LimitSettings(Section, reloads=AllBut()):
     """What one request may ask."""
 
     default_temperature: ClassVar[float] = 0.7
-    max_sequences: ClassVar[int] = 1024  # of one OpenAI request: its prompts times ``n``
+    max_sequences: ClassVar[int] = 1024  # the most prompts times ``n`` that one OpenAI request may have
 
     max_prompt_chars: int = Field(16_000, ge=1, description="Most characters in a prompt, and in a system prompt.")
     max_prompt_words: int = Field(5_000, ge=1, description="Most words in a prompt, and in a system prompt.")

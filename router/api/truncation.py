@@ -1,7 +1,7 @@
 """Cuts a prompt that fits no context, where its caller has asked for it: oldest messages, or the middle of a text.
 
-Counts are the model's own, as those that routing decides from. What cannot be cut enough stays whole, and is refused as
-too long.
+Counts are the model's own, as those that routing decides from. A prompt that cannot be cut far enough stays as it is, and
+is refused as too long.
 """
 
 from __future__ import annotations
@@ -13,126 +13,163 @@ from typing import Any
 
 from classifier import TokenCounter
 from router.api.asgi import apart
-from router.api.openai_prompt import PART_TOKENS, SYSTEM_ROLES, is_ids, other_parts, text_of
+from router.api.openai_prompt import PART_TOKENS, SYSTEM_ROLES, calls_in, is_ids, other_parts, text_of
 from router.pipeline.pipeline import Pipeline
 from router.pipeline.request import Call, Truncate
 from router.policy.decide import longest_context
 from tiers.spec import TemplateTokens
 
-CLOSE = 4  # tokens that a cut text may be shorter than it could be: nearer takes many more counts
+CLOSE = 4  # tokens that a cut text may be shorter than it could be: to come nearer takes many more counts
 
 
 @dataclass(frozen=True, slots=True)
 class Cutter:
     how: Truncate
-    before: int  # tokens of its longest prompt as it came
-    room: int  # tokens that its prompt may have
+    original_tokens: int  # what the longest prompt had as it came
+    room: int  # tokens that the prompt may have
     counter: TokenCounter
     template: TemplateTokens
 
-    def text(self, text: str, most: int) -> str:
+    def text(self, text: str, max_tokens: int) -> str:
+        """Return the end of a text, or its beginning and end, with at most so many tokens."""
 
-        def piece(chars: int) -> str:
+        def part(chars: int) -> str:
             if self.how == "oldest":
                 return text[len(text) - chars :]
-            return text[: chars - chars // 2] + text[len(text) - chars // 2 :]
+            end_chars = chars // 2
+            return text[: chars - end_chars] + text[len(text) - end_chars :]
 
-        return piece(
-            _largest(lambda chars: self.counter.count(piece(chars)), len(text), most, self.counter.count(text))
-        )
+        def count(chars: int) -> int:
+            return self.counter.count(part(chars))
 
-    def chat(self, messages: Sequence[dict[str, Any]], others: int) -> list[dict[str, Any]] | None:
-        """Return a chat that fits beside ``others``, the tokens of tools; None: it cannot be cut so far."""
+        return part(_most_chars(count, len(text), max_tokens, all_tokens=self.counter.count(text)))
+
+    def ids(self, token_ids: list[int]) -> list[int]:
+        """Return the last token ids that fit, or the first and last ones."""
+        if len(token_ids) <= self.room:
+            return token_ids
+        end_tokens = self.room if self.how == "oldest" else self.room // 2
+        return token_ids[: self.room - end_tokens] + token_ids[len(token_ids) - end_tokens :]
+
+    def chat(self, messages: Sequence[dict[str, Any]], tool_tokens: int) -> list[dict[str, Any]] | None:
+        """Return a chat that fits together with its tools; None: it cannot be cut so far."""
         sizes = [self._size(message) for message in messages]
-        cut = self._without_oldest if self.how == "oldest" else self._shorter
-        return cut(messages, sizes, others)
+        if self.how == "oldest":
+            return self._without_oldest(messages, sizes, tool_tokens)
+        return self._with_shorter_text(messages, sizes, tool_tokens)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
         """Return one prompt, and perhaps a system prompt before it, that fit; None: it cannot be cut so far."""
-        *before, last = map(dict, messages)
-        beside = sum(self.counter.count(message["content"]) for message in before)
-        text = self.text(last["content"], self.room - beside - self._added((*before, last)[0], len(before) + 1))
-        return [*before, {**last, "content": text}] if text else None
+        *system_messages, user_message = map(dict, messages)
+        system_tokens = sum(self.counter.count(message["content"]) for message in system_messages)
+        template_tokens = self._template_tokens(messages[0], len(messages))
+        text = self.text(user_message["content"], self.room - system_tokens - template_tokens)
+        if not text:
+            return None
+        return [*system_messages, {**user_message, "content": text}]
 
     def _without_oldest(
-        self, messages: Sequence[dict[str, Any]], sizes: Sequence[int], others: int
+        self, messages: Sequence[dict[str, Any]], sizes: Sequence[int], tool_tokens: int
     ) -> list[dict[str, Any]] | None:
+        """Drop the oldest messages, a unit at a time, until the others fit."""
         dropped: set[int] = set()
-        tokens, first = sum(sizes) + others, 0
-        for unit in ((), *_droppable(messages)):
+        tokens = sum(sizes) + tool_tokens
+        first_kept = 0
+        for unit in (range(0), *_droppable(messages)):  # nothing is dropped at first
             for number in unit:
                 if messages[number].get("role") not in SYSTEM_ROLES:
                     dropped.add(number)
                     tokens -= sizes[number]
-            while first in dropped:
-                first += 1
-            if tokens + self._added(messages[first], len(messages) - len(dropped)) <= self.room:
+            while first_kept in dropped:
+                first_kept += 1
+            if tokens + self._template_tokens(messages[first_kept], len(messages) - len(dropped)) <= self.room:
                 return [message for number, message in enumerate(messages) if number not in dropped]
         return None
 
-    def _shorter(
-        self, messages: Sequence[dict[str, Any]], sizes: Sequence[int], others: int
+    def _with_shorter_text(
+        self, messages: Sequence[dict[str, Any]], sizes: Sequence[int], tool_tokens: int
     ) -> list[dict[str, Any]] | None:
-        texts = [
-            (self.counter.count(m["content"]), n)
-            for n, m in enumerate(messages)
-            if isinstance(m.get("content"), str) and m.get("role") not in SYSTEM_ROLES
-        ]
-        if not texts:
+        """Cut the middle out of the message with the longest text; the last of them if several are as long."""
+        longest: int | None = None
+        longest_tokens = 0
+        for number, message in enumerate(messages):
+            if not isinstance(message.get("content"), str) or message.get("role") in SYSTEM_ROLES:
+                continue
+            tokens = self.counter.count(message["content"])
+            if longest is None or tokens >= longest_tokens:
+                longest = number
+                longest_tokens = tokens
+        if longest is None:
             return None
-        tokens, number = max(texts)
-        excess = sum(sizes) + others + self._added(messages[0], len(messages)) - self.room
-        if excess >= tokens:
+        all_tokens = sum(sizes) + tool_tokens + self._template_tokens(messages[0], len(messages))
+        excess = all_tokens - self.room
+        if excess >= longest_tokens:
             return None
-        made = list(messages)
-        made[number] = {**made[number], "content": self.text(made[number]["content"], tokens - max(excess, 0))}
-        return made
+        text = self.text(messages[longest]["content"], longest_tokens - max(excess, 0))
+        kept_messages = list(messages)
+        kept_messages[longest] = {**messages[longest], "content": text}
+        return kept_messages
 
-    def _added(self, first: Mapping[str, Any], messages: int) -> int:
-        return self.template.conversation(messages, system=first.get("role") in SYSTEM_ROLES)
+    def _template_tokens(self, first: Mapping[str, Any], message_count: int) -> int:
+        """Return the tokens that the chat template adds to a chat, by its first message."""
+        return self.template.conversation(message_count, system=first.get("role") in SYSTEM_ROLES)
 
     def _size(self, message: dict[str, Any]) -> int:
-        calls = "".join([str(message[key]) for key in ("tool_calls", "function_call") if message.get(key)])
+        """Return the tokens of a message without the chat template."""
         content = message.get("content")
-        return (
-            self.counter.count(text_of(content)) + self.counter.count(calls) + PART_TOKENS * len(other_parts(content))
-        )
+        text_tokens = self.counter.count(text_of(content))
+        call_tokens = self.counter.count(calls_in(message))
+        return text_tokens + call_tokens + PART_TOKENS * len(other_parts(content))
 
-    def disclosed(self, call: Call, messages: int) -> str:
-        left = call.query(call.prompt.classify(self.counter), self.template).prompt_tokens
-        return f"{self.how}; dropped_tokens={self.before - left}; dropped_messages={messages}"
+    def disclosed(self, shorter: Call, dropped_messages: int) -> str:
+        """Return what was cut, for people: ``shorter`` is the call after the cut."""
+        tokens = shorter.query(shorter.prompt.classify(self.counter), self.template).prompt_tokens
+        dropped_tokens = self.original_tokens - tokens
+        return f"{self.how}; dropped_tokens={dropped_tokens}; dropped_messages={dropped_messages}"
 
 
 async def cutter_for(call: Call, pipeline: Pipeline, size: int) -> Cutter | None:
-    """Return what cuts a call, whose body has so many bytes; None: a tier that may serve it holds it."""
-    how, template = call.options.truncate, pipeline.fleet.template
-    query = call.query(await apart(size, call.prompt.classify, pipeline.counter), template)
+    """Return what cuts a call, whose body has so many bytes; None: it fits a tier that may serve it, or none may."""
+    truncate = call.options.truncate
+    template = pipeline.fleet.template
+    features = await apart(size, call.prompt.classify, pipeline.counter)
+    query = call.query(features, template)
     room = longest_context(query, pipeline.fleet.snapshot()) - query.max_tokens
-    if how is None or room <= 0 or query.prompt_tokens <= room:
+    if truncate is None or room <= 0 or query.prompt_tokens <= room:
         return None
-    return Cutter(how, query.prompt_tokens, room, pipeline.counter, template)
+    return Cutter(truncate, query.prompt_tokens, room, counter=pipeline.counter, template=template)
 
 
-def cut_prompts(given: Any, cutter: Cutter) -> Any:
-    if isinstance(given, str):
-        return cutter.text(given, cutter.room) if cutter.counter.count(given) > cutter.room else given
-    if is_ids(given):
-        if len(given) <= cutter.room:
-            return given
-        end = cutter.room if cutter.how == "oldest" else cutter.room // 2
-        return [*given[: cutter.room - end], *(given[-end:] if end else ())]
-    return [cut_prompts(one, cutter) for one in given] if isinstance(given, list) else given
+def cut_prompts(prompt: Any, cutter: Cutter) -> Any:
+    """Cut what a completion's prompt may be: a text, token ids, or several of them, of which each is cut by itself."""
+    if isinstance(prompt, str):
+        if cutter.counter.count(prompt) <= cutter.room:
+            return prompt
+        return cutter.text(prompt, cutter.room)
+    if is_ids(prompt):
+        return cutter.ids(prompt)
+    if isinstance(prompt, list):
+        return [cut_prompts(item, cutter) for item in prompt]
+    return prompt
 
 
-def _largest(tokens: Callable[[int], int], chars: int, most: int, all_tokens: int) -> int:
-    low, high = 0, chars
-    probe = chars * max(most, 0) // max(all_tokens, 1)
-    while most > 0 and high > low:
+def _most_chars(count: Callable[[int], int], chars: int, max_tokens: int, *, all_tokens: int) -> int:
+    """Return how many of a text's characters have at most ``max_tokens``, and at most ``CLOSE`` fewer if possible.
+
+    ``count`` returns the tokens of so many characters. The search halves what is left, and begins where the tokens would
+    end if they were all as long as the text's on average.
+    """
+    if max_tokens <= 0:
+        return 0
+    low = 0  # so many characters fit
+    high = chars  # no more than these fit
+    probe = chars * max_tokens // max(all_tokens, 1)
+    while high > low:
         probe = min(max(probe, low + 1), high)
-        found = tokens(probe)
-        if found <= most:
+        tokens = count(probe)
+        if tokens <= max_tokens:
             low = probe
-            if most - found <= CLOSE:
+            if max_tokens - tokens <= CLOSE:
                 break
         else:
             high = probe - 1
@@ -141,15 +178,33 @@ def _largest(tokens: Callable[[int], int], chars: int, most: int, all_tokens: in
 
 
 def _droppable(messages: Sequence[dict[str, Any]]) -> list[range]:
-    """Return the messages that may be dropped, oldest first, in units that are dropped whole.
+    """Return the messages that may be dropped, oldest first, in units of which none is dropped in part.
 
     Before the last message of the user these are turns: a message of the user with all that answers it, so that the chat
     still begins with the user. After it they are calls of tools with their results; the last of those stays. Messages of
     the system and of developers among them stay too.
     """
     roles = [message.get("role") for message in messages]
-    head = next((n for n, role in enumerate(roles) if role not in SYSTEM_ROLES), len(roles))
-    last = max((n for n, role in enumerate(roles) if role == "user"), default=head - 1)
-    turns = [n for n in range(head, last) if n == head or roles[n] == "user"]
-    steps = [n for n in range(last + 1, len(roles)) if n == last + 1 or roles[n] not in {"tool", "function"}]
-    return [range(start, end) for bounds in ([*turns, last], steps) for start, end in pairwise(bounds)]
+    first = _first_of_chat(roles)
+    last_of_user = max((number for number, role in enumerate(roles) if role == "user"), default=first - 1)
+    turn_starts = [number for number in range(first, last_of_user) if number == first or roles[number] == "user"]
+    first_call = last_of_user + 1
+    call_starts = [
+        number
+        for number in range(first_call, len(roles))
+        if number == first_call or roles[number] not in {"tool", "function"}
+    ]
+    return [*_ranges([*turn_starts, last_of_user]), *_ranges(call_starts)]
+
+
+def _first_of_chat(roles: Sequence[Any]) -> int:
+    """Return the number of the first message that is neither the system's nor a developer's."""
+    for number, role in enumerate(roles):
+        if role not in SYSTEM_ROLES:
+            return number
+    return len(roles)
+
+
+def _ranges(starts: Sequence[int]) -> list[range]:
+    """Return the ranges between starts; what begins at the last one is none of them."""
+    return [range(start, end) for start, end in pairwise(starts)]

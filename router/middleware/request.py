@@ -22,7 +22,7 @@ from router.telemetry.logs import CLIENT_ERROR, begin_request, log_failure
 from router.telemetry.tracing import ANSWERED, Telemetry
 
 log = logging.getLogger(f"qarr.{__name__}")
-# For load balancers, which have no keys, and for browsers, whose users enter a key on the page.
+# Paths for load balancers, which have no keys, and for browsers, whose users enter a key on the page.
 OPEN_PATHS = {"/health", "/healthz", "/readyz", PAGE}
 SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}  # they change nothing, and pages of other origins cannot read their answers
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}
@@ -52,13 +52,19 @@ class RequestMiddleware:
         origins: Collection[str] = (),
     ) -> None:
         self._origins = origins
-        self._keys, self._telemetry, self._server_state, self._answered = keys, telemetry, server_state, answered
+        self._keys = keys
+        self._telemetry = telemetry
+        self._server_state = server_state
+        self._answered = answered
         self.use(app, direct, local_names)
 
     def use(self, app: ASGIApp, direct: Mapping[str, ASGIApp], local_names: Collection[str] | None) -> None:
         """Pass further requests to another application; those that are being answered stay with theirs."""
-        self._app, self._direct = app, direct
-        self._names = None if local_names is None else frozenset({"localhost", *(n.lower() for n in local_names)})
+        self._app = app
+        self._direct = direct
+        self._local_names: frozenset[str] | None = None
+        if local_names is not None:
+            self._local_names = frozenset({"localhost", *(name.lower() for name in local_names)})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it with its body unread."""
@@ -68,14 +74,16 @@ class RequestMiddleware:
         task = asyncio.current_task()
         assert task is not None
         out: Responder = scope[OUT]
-        out.outer, out.server_state, out.task = send, self._server_state, task
+        out.outer = send
+        out.server_state = self._server_state
+        out.task = task
         self._server_state.active_requests.add(task)
         try:
-            app = await self._entered(scope)
+            app = await self._admit(scope)
             try:
                 await app(scope, receive, out.respond)
             except Exception as error:  # as Starlette's middleware does it
-                await _tell(error, scope, receive, out)
+                await _send_error(error, scope, receive, out)
                 if not is_known(error):
                     raise
         except asyncio.CancelledError:
@@ -91,17 +99,22 @@ class RequestMiddleware:
             if not out.begun or out.early:
                 out.stop_waiting()
             out.close()
-            context: RequestContext = scope[CONTEXT]
-            if out.status >= CLIENT_ERROR and not context.recorded:
-                log_failure(scope, out.status)
-            route = context.route if "endpoint" in scope and "path_params" not in scope else _route(scope)
-            self._answered(route, scope["method"], out.status)
-            scope[ANSWERED] = route, out.status, context.caller.key_id
+            self._report(scope, out.status)
 
-    async def _entered(self, scope: Scope) -> ASGIApp:
+    def _report(self, scope: Scope, status: int) -> None:
+        """Note how a request was answered, for the log, the metrics and the span."""
+        context: RequestContext = scope[CONTEXT]
+        if status >= CLIENT_ERROR and not context.recorded:
+            log_failure(scope, status)
+        is_direct = "endpoint" in scope and "path_params" not in scope  # answered without Starlette's routing
+        route = context.route if is_direct else _route(scope)
+        self._answered(route, scope["method"], status)
+        scope[ANSWERED] = route, status, context.caller.key_id
+
+    async def _admit(self, scope: Scope) -> ASGIApp:
         """Return what answers a request: its endpoint, the router's application, or a refusal."""
-        sent = dict(reversed(scope["headers"]))  # the first of those that share a name
-        context = RequestContext(*self._telemetry.request_ids(sent), route=scope["path"], sent=sent)
+        headers = dict(reversed(scope["headers"]))  # the first of those that share a name
+        context = RequestContext(*self._telemetry.request_ids(headers), route=scope["path"], sent=headers)
         begin_request(context.request_id, context.trace_id)
         scope[CONTEXT] = context
         try:
@@ -114,53 +127,73 @@ class RequestMiddleware:
             response = response_to(error, scope)
             response.headers["connection"] = "close"  # its body stays unread
             return response
-        endpoint = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
+        if scope["method"] != "POST":
+            return self._app
+        endpoint = self._direct.get(scope["path"])
         if endpoint is None:
             return self._app
         scope["endpoint"] = endpoint
         return endpoint
 
     def _caller(self, method: str, context: RequestContext) -> Caller:
+        """Return who sends a request.
+
+        Raises:
+            DrainingError: The router takes no new requests.
+            UnauthorizedError: The request has no valid key, though one is needed.
+            ForeignHostError, ForeignPageError: A web page may have sent it, and no key shows who is behind it.
+        """
         path = context.route
-        resumes = path == "/generate" and b"last-event-id" in context.sent  # no other router has the rest of a stream
-        if self._server_state.state is ServerPhase.DRAINING and method == "POST" and not resumes:
+        resumes_stream = path == "/generate" and b"last-event-id" in context.sent
+        # A stream that was interrupted can go on here only: no other router has the rest of it.
+        if self._server_state.state is ServerPhase.DRAINING and method == "POST" and not resumes_stream:
             raise DrainingError
-        if not self._keys.required or path in OPEN_PATHS:
-            # The owner of a name in the DNS can point it at this machine, and so let a web page read a local router's
-            # answers. Names without a dot are no exception: they come from a network's search domain, or from its owner.
-            names = self._names if path not in OPEN_PATHS else None
-            if names is not None and not is_address_or_local(context.sent.get(b"host", b""), names):
-                raise ForeignHostError(
-                    "without keys a router on this machine serves requests to an address or to localhost only, since any "
-                    "web page could reach it by a name of its own: add this name to server.allowed_hosts, or make keys "
-                    "('qarr keys add')"
-                )
-            browser = b"origin" in context.sent or b"sec-fetch-site" in context.sent
-            if browser and method not in SAFE_METHODS:
-                _check_origin(context, self._origins)
-            return ANONYMOUS
-        return self._keys.find(_sent_key(context))
+        is_open = path in OPEN_PATHS
+        if self._keys.required and not is_open:
+            return self._keys.find(_sent_key(context))
+        if not is_open:
+            self._check_host(context)
+        is_from_browser = b"origin" in context.sent or b"sec-fetch-site" in context.sent
+        if is_from_browser and method not in SAFE_METHODS:
+            _check_origin(context, self._origins)
+        return ANONYMOUS
+
+    def _check_host(self, context: RequestContext) -> None:
+        """Refuse a request by a name that is not known to be this router's.
+
+        The owner of a name in the DNS can point it at this machine, and so let a web page read a local router's answers.
+        Names without a dot are no exception: they come from a network's search domain, or from its owner.
+        """
+        names = self._local_names
+        if names is not None and not is_address_or_local(context.sent.get(b"host", b""), names):
+            raise ForeignHostError(
+                "without keys a router on this machine serves requests to an address or to localhost only, since any "
+                "web page could reach it by a name of its own: add this name to server.allowed_hosts, or make keys "
+                "('qarr keys add')"
+            )
 
 
 def _sent_key(context: RequestContext) -> str:
     """Return the key that a request carries: as most clients send it, as Anthropic's do (x-api-key) or Azure's (api-key)."""
-    scheme, _, bearer = (context.header(b"authorization") or "").partition(" ")
-    sent = (bearer if scheme.lower() == "bearer" else "", context.header(b"x-api-key"), context.header(b"api-key"))
+    scheme, _, bearer_token = (context.header(b"authorization") or "").partition(" ")
+    if scheme.lower() != "bearer":
+        bearer_token = ""
+    sent = (bearer_token, context.header(b"x-api-key"), context.header(b"api-key"))
     keys = {key.strip() for key in sent if key and key.strip()}
     if len(keys) == 1:
         return keys.pop()
-    raise UnauthorizedError(
-        "the request carries several keys: send one"
-        if keys
-        else "send a key as 'Authorization: Bearer KEY' or x-api-key"
-    )
+    if keys:
+        raise UnauthorizedError("the request carries several keys: send one")
+    raise UnauthorizedError("send a key as 'Authorization: Bearer KEY' or x-api-key")
 
 
 @lru_cache(1024)
 def is_address_or_local(header: bytes, names: frozenset[str]) -> bool:
     """Tell whether a Host header names an address, localhost, one of some names, or nothing."""
-    host = header.decode("latin-1")
-    name = (host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host).lower()
+    name = header.decode("latin-1").lower()
+    before_colon, _, port = name.rpartition(":")
+    if port.isdecimal():
+        name = before_colon
     if not name or name in names or name.endswith(".localhost"):
         return True
     try:
@@ -170,8 +203,8 @@ def is_address_or_local(header: bytes, names: frozenset[str]) -> bool:
     return True
 
 
-async def _tell(error: Exception, scope: Scope, receive: Receive, out: Responder) -> None:
-    """Tell a client of an error, in its stream if that has begun early; raise it if its answer has begun otherwise."""
+async def _send_error(error: Exception, scope: Scope, receive: Receive, out: Responder) -> None:
+    """Send an error, in the stream if that has begun early; raise the error if the answer has begun otherwise."""
     if out.early and not out.complete:
         out.stop_waiting()
         problem = describe(error).event(error_form(scope["path"]), context_of(scope).ids)
@@ -183,7 +216,9 @@ async def _tell(error: Exception, scope: Scope, receive: Receive, out: Responder
 
 
 async def _end_with_error(scope: Scope, receive: Receive, out: Responder) -> None:
-    form, context = error_form(scope["path"]), context_of(scope)
+    """End an answer that is not complete when the router has to end."""
+    form = error_form(scope["path"])
+    context = context_of(scope)
     out.stop_waiting()
     problem = describe(DrainingError("this router has ended before the answer was complete: ask again"))
     if not out.begun:
@@ -195,17 +230,16 @@ async def _end_with_error(scope: Scope, receive: Receive, out: Responder) -> Non
 def _check_origin(context: RequestContext, allowed: Collection[str]) -> None:
     """Refuse a request that a web page of another origin makes a browser send, if no key shows who sends it.
 
-    Browsers name the origin's relation in ``Sec-Fetch-Site``, except old ones, and except towards a plain http address
-    of another machine; but all of them send ``Origin`` with every POST. Other programs send neither.
+    Browsers say in ``Sec-Fetch-Site`` how the page's origin is related to the router's. Old browsers do not, and no browser
+    does towards a plain http address of another machine; but all of them send ``Origin`` with every POST. Other programs
+    send neither.
     """
-    site, origin = context.header(b"sec-fetch-site"), context.header(b"origin")
+    site = context.header(b"sec-fetch-site")
+    origin = context.header(b"origin")
     if site in {"same-origin", "none"} or origin in allowed:
         return
-    if site is None and origin is not None:
-        scheme, _, authority = origin.lower().partition("://")
-        port = DEFAULT_PORTS.get(scheme, "")
-        if authority and authority.removesuffix(port) == (context.header(b"host") or "").lower().removesuffix(port):
-            return
+    if site is None and origin is not None and _is_origin_of(origin, context.header(b"host") or ""):
+        return
     raise ForeignPageError(
         "without keys this router takes requests from programs and from its own page, and a browser says (Sec-Fetch-Site, "
         "Origin) that a page of another origin sent this one: name that origin in server.cors_origins, or make "
@@ -213,13 +247,22 @@ def _check_origin(context: RequestContext, allowed: Collection[str]) -> None:
     )
 
 
+def _is_origin_of(origin: str, host: str) -> bool:
+    """Tell whether an ``Origin`` and a ``Host`` header name the same server; both may leave the scheme's own port out."""
+    scheme, _, authority = origin.lower().partition("://")
+    port = DEFAULT_PORTS.get(scheme, "")
+    return bool(authority) and authority.removesuffix(port) == host.lower().removesuffix(port)
+
+
 def _route(scope: Scope) -> str:
     """Return the endpoint's path with placeholders, so that metrics have few routes; ``unknown`` without an endpoint."""
     if "endpoint" not in scope:
         return scope["path"] if scope["path"] in OPEN_PATHS else "unknown"
-    head, path = "", str(scope["path"])
+    route = ""
+    remaining_path = str(scope["path"])
     for name, value in scope.get("path_params", {}).items():
-        before, found, after = path.rpartition(f"/{value}")  # the last of the path's parts that has the value
-        if found and after[:1] in {"", "/"}:
-            head, path = f"{before}/{{{name}}}", after
-    return head + path
+        before, segment, after = remaining_path.rpartition(f"/{value}")  # the last of the path's parts with the value
+        if segment and after[:1] in {"", "/"}:
+            route = f"{before}/{{{name}}}"
+            remaining_path = after
+    return route + remaining_path

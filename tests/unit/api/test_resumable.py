@@ -332,7 +332,7 @@ async def test_a_slow_reader_of_what_others_had_taken_misses_nothing() -> None:
     stream = streams.open("key", work, "request")
     assert stream is not None
     first = asyncio.create_task(streams.read(stream, 0, begin, nowhere))
-    await until(lambda: made == 700 and stream._taken == 699)
+    await until(lambda: made == 700 and stream._last_read == 699)
     await lose(first)
     after = stream.oldest + 5
     seen: list[int] = []
