@@ -91,7 +91,7 @@ class Upstream:
         self._policy = policy
         # Small requests have connections of their own, bounded by their pools: those that hang take none from others.
         self._passing_transport = transport.alike()
-        self._passing_places: WeakValueDictionary[tuple[Pool, str], asyncio.Semaphore] = WeakValueDictionary()
+        self._passing: WeakValueDictionary[tuple[Pool, str], asyncio.Semaphore] = WeakValueDictionary()
         self._id = token_hex(4)
         self._attempt_numbers = count()
         self.retries: Counter[TierName] = Counter()  # before the first byte, by the tier that they went to
@@ -142,7 +142,11 @@ class Upstream:
             tiers.append(tier)
             while len(errors) < self._options.attempts:
                 lease = lease or lease_for(
-                    self._fleet, tier, decision.query, {*errors, *exclude}, over_limit=over_limit or bool(errors)
+                    self._fleet,
+                    tier,
+                    decision.query,
+                    exclude={*errors, *exclude},
+                    over_limit=over_limit or bool(errors),
                 )
                 if lease is None:
                     break
@@ -185,7 +189,7 @@ class Upstream:
             EngineFailedError: The answer is an error of the engine's own.
         """
         headers = self._passing_headers(api_key, request_id)
-        places = self._passing_places.setdefault((pool, url), asyncio.Semaphore(PASSED_AT_ONCE))
+        places = self._passing.setdefault((pool, url), asyncio.Semaphore(PASSED_AT_ONCE))
         limit_s = self._options.first_token_timeout_s
         has_place = False
         try:
@@ -214,7 +218,7 @@ class Upstream:
 
     def passes_at_once(self, url: str, pool: Pool) -> bool:
         """Tell whether an engine takes one more small request of a pool without a wait."""
-        places = self._passing_places.get((pool, url))
+        places = self._passing.get((pool, url))
         return places is None or not places.locked()
 
     async def aclose(self) -> None:
@@ -261,7 +265,7 @@ class Upstream:
             await answer.begin()
             return answer  # noqa: TRY300  an else block would be far from here
         except BaseException as error:
-            await give_up(error, lease, hop, body, times["read"], streamed=request.streamed)
+            await give_up(error, lease, hop, body=body, limit_s=times["read"], streamed=request.streamed)
             raise
 
     def _post(self, replica: Replica, request: EngineRequest, hop: Hop) -> tuple[Origin, bytes]:
@@ -337,7 +341,7 @@ async def give_up(
     error: BaseException, lease: Lease | OverflowHold, hop: Hop, body: Body | None, limit_s: float, *,
     streamed: bool,
 ) -> None:  # fmt: skip
-    """End an attempt that failed before its answer began; raise why, where that is another error."""
+    """End an attempt that failed before its answer began. Raise the failure where ``error`` is only how it showed."""
     failure = _translate(error, limit_s, streamed=streamed)
     try:
         if isinstance(failure, UpstreamError) and not isinstance(failure, EngineRefusedError):

@@ -94,7 +94,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
         return parameters
 
     def at_most(self, max_tokens: int) -> EngineRequest:
-        """Return a request of our own for so many output tokens; a caller's body says itself what it wants."""
+        """Return the request with this limit of output tokens; a caller's body keeps its own."""
         if isinstance(self.document, JsonObject) or self.document["max_tokens"] == max_tokens:
             return self
         continuable = None if self.continuable is None else replace(self.continuable, max_tokens=max_tokens)

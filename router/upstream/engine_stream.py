@@ -219,7 +219,7 @@ class EngineStream(EngineAnswer):
         self._may_be_silent = request.may_be_silent
         self._parser = EventParser(request.answers)
         self._phase = StreamPhase.OPENING
-        self._held_back: list[Chunk] = []  # chunks that no receiver has got yet
+        self._held_chunks: list[Chunk] = []  # chunks that no receiver has got yet
         self._receive: Feed | None = None  # the receiver, while the answer is relayed
         self._receiver_errors: list[Exception] = []  # at most one
         self._has_events = False  # whether an event of the answer has come, whatever it holds
@@ -317,9 +317,9 @@ class EngineStream(EngineAnswer):
         ``EngineBrokeError``: the engine failed, or no token came in time. What came before was passed on.
         """
         parser = self._parser
-        if self._held_back:
-            chunks = self._held_back
-            self._held_back = []
+        if self._held_chunks:
+            chunks = self._held_chunks
+            self._held_chunks = []
             if not receive(chunks):
                 return False
         if not parser.ended:
@@ -372,7 +372,7 @@ class EngineStream(EngineAnswer):
         self._has_events = self._has_events or any(not chunk.raw.startswith(b":") for chunk in chunks)
         if tokens:
             self._note_opening_tokens(tokens)
-        self._held_back += chunks
+        self._held_chunks += chunks
         return not (self._parser.ended or self._has_output)
 
     def _note_opening_tokens(self, tokens: int) -> None:

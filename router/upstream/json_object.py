@@ -88,7 +88,7 @@ class JsonObject:
 
     @cached_property
     def members(self) -> Mapping[str, Any]:
-        """The values as they are written; made anew if a lone surrogate, which only Python's decoder takes, is in them."""
+        """The values as they are written; rendered anew if one holds a lone surrogate, which only Python's decoder takes."""
         try:
             return _MEMBERS.decode(self.raw)
         except msgspec.DecodeError:

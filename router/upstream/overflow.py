@@ -89,14 +89,14 @@ def body_for(request: EngineRequest, model: str, limit_name: str = LIMIT) -> byt
     if request.adapter is not None:
         return None
     if isinstance(request.document, JsonObject):
-        return _edited_body(request, request.document, model, limit_name)
-    return _own_body(request, request.document, model, limit_name)
+        return _edited_body(request, request.document, model=model, limit_name=limit_name)
+    return _own_body(request, request.document, model=model, limit_name=limit_name)
 
 
-def _own_body(request: EngineRequest, document: Mapping[str, Any], model: str, limit_name: str) -> bytes | None:
+def _own_body(request: EngineRequest, document: Mapping[str, Any], *, model: str, limit_name: str) -> bytes | None:
     """Return the body for a request that the router has made; None where it cannot be asked there."""
-    asked = {name: value for name, value in document.items() if name not in request.implied}
-    portable = _portable(asked, _CHAT)
+    requested = {name: value for name, value in document.items() if name not in request.implied}
+    portable = _portable(requested, _CHAT)
     if portable is None:
         return None
     if OLDER_LIMIT in portable:
@@ -104,13 +104,14 @@ def _own_body(request: EngineRequest, document: Mapping[str, Any], model: str, l
     return to_json({"model": model, **portable, "stream": True, "stream_options": {"include_usage": True}})
 
 
-def _edited_body(request: EngineRequest, document: JsonObject, model: str, limit_name: str) -> bytes | None:
+def _edited_body(request: EngineRequest, document: JsonObject, *, model: str, limit_name: str) -> bytes | None:
     """Return the caller's body with what the server needs changed; None where it cannot be asked there."""
     if not request.counts:
         return None  # few servers have these APIs
     values = document.values
     is_chat = request.operation == "chat"
-    portable = _portable(values, _CHAT if is_chat else _COMPLETION)
+    known_names = _CHAT if is_chat else _COMPLETION
+    portable = _portable(values, known_names)
     if portable is None:
         return None
     if not _is_text(values.get("prompt")) or not _has_plain_options(values.get("stream_options")):
@@ -273,7 +274,7 @@ class OverflowClient:
             raise PausedError(f"it has failed; it gets requests again in {breaker.admits_in_s(now):.1f} s")
         probe = breaker.begin(now)
         try:
-            answer = await self._begin_with_either_limit(request, content, sequences, sent_at)
+            answer = await self._begin_with_either_limit(request, content, sequences=sequences, sent_at=sent_at)
         except EngineRefusedError:
             breaker.given_up(probe=probe)
             raise
@@ -287,19 +288,19 @@ class OverflowClient:
         return answer
 
     async def _begin_with_either_limit(
-        self, request: EngineRequest, content: bytes, sequences: int, sent_at: float
+        self, request: EngineRequest, content: bytes, *, sequences: int, sent_at: float
     ) -> EngineAnswer:
-        """Send a request; once more with the limit's other name if that is refused. The name that is taken is kept."""
+        """Send a request; if its limit's name is refused, send it again with the other name, and keep that if it works."""
         other_name = OLDER_LIMIT if self._limit_name == LIMIT else LIMIT
         try:
-            return await self._begin(request, content, sequences, sent_at)
+            return await self._begin(request, content, sequences=sequences, sent_at=sent_at)
         except RefusedThereError as refused:
             other_content = body_for(request, self._options.model, other_name)
             if other_content is None or other_content == content or self._limit_name.encode() not in refused.body:
                 raise
             first_refusal = without_trace(refused)
         try:
-            answer = await self._begin(request, other_content, sequences, sent_at)
+            answer = await self._begin(request, other_content, sequences=sequences, sent_at=sent_at)
         except RefusedThereError:
             raise first_refusal from None  # something else than the limit's name is wrong
         finally:
@@ -307,7 +308,7 @@ class OverflowClient:
         self._limit_name = other_name
         return answer
 
-    async def _begin(self, request: EngineRequest, content: bytes, sequences: int, sent_at: float) -> EngineAnswer:
+    async def _begin(self, request: EngineRequest, content: bytes, *, sequences: int, sent_at: float) -> EngineAnswer:
         """Send a request; its place, its connection and its span end with it unless an answer is returned."""
         options = self._options
         times = self._times
@@ -343,7 +344,7 @@ class OverflowClient:
             await answer.begin()
             return answer  # noqa: TRY300  an else block would be far from here
         except BaseException as error:
-            await give_up(error, hold, hop, body, limit_s, streamed=request.streamed)
+            await give_up(error, hold, hop, body=body, limit_s=limit_s, streamed=request.streamed)
             raise
 
     def _give_place_back(self) -> None:
@@ -373,7 +374,7 @@ def _error_in(answer: Body, content: bytes) -> UpstreamError:
 
 
 def _codes_of(status: int, content: bytes) -> str:
-    """Return what a server says of an error without its words: the status, the error's code, and the member it blames."""
+    """Return the codes of a server's error, without its words: the status, the error's code, and the member it blames."""
     try:
         error = read_json(content)["error"]
         named = [error.get("code"), error.get("param")]

@@ -71,7 +71,7 @@ class Progress:
 
     @property
     def settled(self) -> bool:
-        """Tell whether nothing is kept back at the last such point, and all that came was the text up to there."""
+        """Tell whether all that came is the text up to the last known point, and nothing is kept back there."""
         keeps_text_back = self.held_back > 0 and self._has_text
         return self.point.characters == self.told and not keeps_text_back
 
@@ -117,7 +117,10 @@ class Progress:
             self.silent.append(len(self.output_ids) - 1)
 
     def close(self, *, counted: bool) -> None:
-        """Note that what came cannot be continued: no text, or of unknown tokens; ``counted``: these were told."""
+        """Note that the answer can no longer be continued: it holds other output than text, or text of unknown tokens.
+
+        ``counted``: the engine has told the tokens of that output.
+        """
         self.continuable = False
         self.counted = self.counted and counted
 
