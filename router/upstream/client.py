@@ -77,6 +77,8 @@ class RetryBudget:
 
 
 class Upstream:
+    """Sends requests to the fleet's engines, with a lease and retries, or small ones without."""
+
     def __init__(
         self,
         fleet: Fleet,

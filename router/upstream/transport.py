@@ -499,6 +499,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
         return EngineTransport(max_requests, ca=self._ca, resolver=self._resolver)
 
     def allow(self, max_requests: int) -> None:
+        """Raise the bound on requests at once; a lower one changes nothing."""
         if self._slots is not None:
             for _ in range(max_requests - self._max_requests):
                 self._slots.release()
@@ -579,6 +580,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
         connection.close()
 
     async def aclose(self) -> None:
+        """Close all connections; requests that are under way fail."""
         self._closed = True
         for connection in list(self._connections):
             connection.close()
@@ -656,7 +658,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
         return self._ssl
 
     def _release(self, connection: Connection, *, ended: bool = False) -> None:
-        """Keep a connection for further requests, if it can carry them; ``ended``: its request was over before."""
+        """Keep a connection for further requests, if it can carry them; ``ended``: its slot went back when it was read."""
         if self._slots is not None and not ended:
             self._slots.release()
         if not connection.rest():
