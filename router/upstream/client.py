@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from itertools import count
@@ -42,29 +42,34 @@ from tiers.fleet import Fleet, Lease
 from tiers.replica import Replica
 from tiers.spec import TierName
 
-PASSED_AT_ONCE = 16  # small requests without a lease, of one pool at one engine
-MAX_ERROR_BYTES = 65536  # of an engine's error that are read; more of it helps nobody
-LARGE_BYTES = 1 << 18  # of an answer to a small request, which takes some milliseconds to read
+PASSED_AT_ONCE = 16  # small requests without a lease that one engine is sent at once, for each pool
+MAX_ERROR_BYTES = 65536  # no more of an engine's error is read: it would help nobody
+LARGE_BYTES = 1 << 18  # an answer to a small request that is larger takes some milliseconds to read
 log = logging.getLogger(f"qarr.{__name__}")
 # Statuses of an engine that blame the router or the moment, not the request.
 _NOT_THE_REQUEST = {401, 403, 408, 425, 429}
-NOT_IMPLEMENTED = 501  # vLLM's word for an option that it does not have
+NOT_IMPLEMENTED = 501  # vLLM's status for an option that it does not have
 # Who sends a small request without a lease: the router itself, or a caller of one of these endpoints.
 Pool = Literal["own", "tokens", "embeddings"]
 
 
 class RetryBudget:
-    """Bounds what retries add to the load of engines that fail already: each request earns a share of one.
+    """Bounds the load that retries add to engines that fail already: each request earns a share of a retry.
 
     As Finagle's RetryBudget, and for its reason: a fixed number of attempts multiplies the load when all fail.
     """
 
     def __init__(self, share: float, reserve: int) -> None:
-        self._share, self._reserve, self._left = share, float(reserve), float(reserve)
+        self._share = share
+        self._reserve = float(reserve)
+        self._left = float(reserve)
         self.requests = 0  # since the last retry
 
     def spend(self) -> bool:
-        self._left, self.requests = min(self._left + self._share * self.requests, self._reserve), 0
+        """Take a retry out of the budget; False: it has none."""
+        earned = self._share * self.requests
+        self._left = min(self._left + earned, self._reserve)
+        self.requests = 0
         if self._left < 1:
             return False
         self._left -= 1
@@ -72,6 +77,8 @@ class RetryBudget:
 
 
 class Upstream:
+    """Sends requests to the fleet's engines, with a lease and retries, or small ones without."""
+
     def __init__(
         self,
         fleet: Fleet,
@@ -80,24 +87,30 @@ class Upstream:
         telemetry: Telemetry,
         policy: PolicyStore,
     ) -> None:
-        self._fleet, self._transport, self._telemetry = fleet, transport, telemetry
+        self._fleet = fleet
+        self._transport = transport
+        self._telemetry = telemetry
+        self._policy = policy
         # Small requests have connections of their own, bounded by their pools: those that hang take none from others.
         self._passing_transport = transport.alike()
         self._passing: WeakValueDictionary[tuple[Pool, str], asyncio.Semaphore] = WeakValueDictionary()
-        self._policy, self._id, self._numbers = policy, token_hex(4), count()
+        self._id = token_hex(4)
+        self._attempt_numbers = count()
         self.retries: Counter[TierName] = Counter()  # before the first byte, by the tier that they went to
         self.use(options)
 
     def use(self, options: UpstreamSettings) -> None:
+        """Take over settings, for requests from now on."""
         self._options = options
         self._retries = RetryBudget(options.retry_share, options.retry_reserve)
-        limits = {"connect": options.connect_timeout_s, "pool": options.connect_timeout_s}
-        self._streamed = {**limits, "read": options.first_token_timeout_s}
-        self._whole = {**limits, "read": options.answer_timeout_s}
+        connect_times = {"connect": options.connect_timeout_s, "pool": options.connect_timeout_s}
+        self._streamed_times = {**connect_times, "read": options.first_token_timeout_s}
+        self._buffered_times = {**connect_times, "read": options.answer_timeout_s}
 
     def fit(self) -> None:
         """Allow what the fleet's replicas may have at once: each twice its slots, for a failed attempt ends late."""
-        self._transport.allow(2 * sum(replica.spec.max_in_flight for replica in self._fleet.replicas))
+        slots = sum(replica.spec.max_in_flight for replica in self._fleet.replicas)
+        self._transport.allow(2 * slots)
 
     async def open(
         self,
@@ -113,8 +126,8 @@ class Upstream:
         """Try the chosen tier, then those that the policy would take instead by now, until an answer has begun.
 
         ``sent_at`` is when the request was first sent, by the monotonic clock; None: now. ``lease``: a slot on the chosen
-        tier; None: one is taken here, with ``over_limit`` beyond what replicas are to have. Others may be tried
-        ``elsewhere``.
+        tier; None: one is taken here, with ``over_limit`` beyond what replicas are to have. ``elsewhere``: other tiers may
+        be tried. Replicas to ``exclude`` are not.
 
         Raises:
             EngineRefusedError: An engine says that the request is wrong.
@@ -122,35 +135,48 @@ class Upstream:
             NoSlotError: No replica had a slot any more.
             NoEngineAnsweredError: All attempts failed.
         """
-        assert decision.tier is not None
-        tried, told, taken = dict[str, UpstreamError](), list[str](), set[str]()
-        sent_at = sent_at or time.monotonic()
+        if sent_at is None:
+            sent_at = time.monotonic()
         self._retries.requests += 1
-        targets = [decision.tier]
-        for tier in targets:
-            while len(tried) < self._options.attempts:
+        errors: dict[str, UpstreamError] = {}  # why attempts failed, by replica
+        tiers: list[TierName] = []
+        for tier in self._tiers_to_try(decision, may_switch=elsewhere):
+            tiers.append(tier)
+            while len(errors) < self._options.attempts:
                 lease = lease or lease_for(
-                    self._fleet, tier, decision.query, {*taken, *exclude}, over_limit=over_limit or bool(tried)
+                    self._fleet,
+                    tier,
+                    decision.query,
+                    exclude={*errors, *exclude},
+                    over_limit=over_limit or bool(errors),
                 )
                 if lease is None:
                     break
-                taken.add(lease.replica.id)
-                if tried and not self._retries.spend():
-                    lease.release()
-                    raise no_answer(tried.values(), *told, "no retry, because too many requests fail")
-                self.retries[tier] += bool(tried)
+                self._count_attempt(tier, lease, errors)
                 try:
-                    return await self._attempt(tier, lease, request, len(tried), sent_at)
+                    return await self._attempt(tier, lease, request, number=len(errors), sent_at=sent_at)
                 except (EngineUnreachableError, EngineFailedError, EngineBrokeError) as error:
-                    tried[lease.replica.id] = error
-                    told.append(f"{lease.replica.id}: {error}")
+                    errors[lease.replica.id] = error
                     self._telemetry.record_failed_attempt(lease.replica.id, error)
                     lease = None
-            if elsewhere and len(targets) == 1:  # as things stand now, not when the request was admitted
-                targets += self._policy.successors(tier, decision.query)
-        if not tried:
-            raise NoSlotError(f"every slot on {', '.join(targets)} is taken")
-        raise no_answer(tried.values(), *told)
+        if not errors:
+            raise NoSlotError(f"every slot on {', '.join(tiers)} is taken")
+        raise no_answer(errors.values(), *_reports(errors))
+
+    def _tiers_to_try(self, decision: Decision, *, may_switch: bool) -> Iterator[TierName]:
+        """Yield the chosen tier, then its successors by the fleet's state once attempts on the first tier have failed."""
+        assert decision.tier is not None
+        yield decision.tier
+        if may_switch:
+            yield from self._policy.successors(decision.tier, decision.query)
+
+    def _count_attempt(self, tier: TierName, lease: Lease, errors: Mapping[str, UpstreamError]) -> None:
+        """Take a retry out of the budget if attempts have failed; if it has none, give the lease back and raise."""
+        is_retry = bool(errors)
+        if is_retry and not self._retries.spend():
+            lease.release()
+            raise no_answer(errors.values(), *_reports(errors), "no retry, because too many requests fail")
+        self.retries[tier] += is_retry
 
     async def pass_on(
         self, url: str, api_key: str, path: str, body: bytes, pool: Pool = "own", *, request_id: str = ""
@@ -164,32 +190,33 @@ class Upstream:
             EngineUnreachableError: There was no whole answer in time.
             EngineFailedError: The answer is an error of the engine's own.
         """
+        headers = self._passing_headers(api_key, request_id)
+        places = self._passing.setdefault((pool, url), asyncio.Semaphore(PASSED_AT_ONCE))
+        limit_s = self._options.first_token_timeout_s
+        has_place = False
+        try:
+            async with asyncio.timeout(limit_s), places:
+                has_place = True
+                answer = await self._passing_transport.send(*json_post(url + path, headers, body), self._streamed_times)
+                content = await body_of(answer)
+        except (TimeoutError, httpx.HTTPError) as error:
+            if not has_place:
+                raise NoSlotError(f"{PASSED_AT_ONCE} such requests had no answer within {limit_s:g} s") from error
+            log.warning("%s%s: no answer (%s)", url, path, type(error).__name__)
+            raise EngineUnreachableError(f"no answer ({type(error).__name__})") from error
+        failure = _failure_in(answer, content)
+        if failure is not None:
+            log.warning("%s%s: %s", url, path, failure)
+            raise failure
+        return answer.status, answer.header(b"content-type") or "application/json", content
+
+    def _passing_headers(self, api_key: str, request_id: str) -> list[tuple[bytes, bytes]]:
         headers = [*self._telemetry.context_headers()]
         if api_key:
             headers.append((b"authorization", b"Bearer " + api_key.encode("ascii")))
         if request_id:
             headers.append((b"x-request-id", request_id.encode("ascii")))
-        places = self._passing.setdefault((pool, url), asyncio.Semaphore(PASSED_AT_ONCE))
-        limit_s, sent = self._options.first_token_timeout_s, False
-        try:
-            async with asyncio.timeout(limit_s), places:
-                sent = True
-                answer = await self._passing_transport.send(*json_post(url + path, headers, body), self._streamed)
-                content = await body_of(answer)
-        except (TimeoutError, httpx.HTTPError) as error:
-            if not sent:
-                raise NoSlotError(f"{PASSED_AT_ONCE} such requests had no answer within {limit_s:g} s") from error
-            log.warning("%s%s: no answer (%s)", url, path, type(error).__name__)
-            raise EngineUnreachableError(f"no answer ({type(error).__name__})") from error
-        if answer.status != httpx.codes.OK:
-            failure = status_error(answer.status, content, answer.header(b"retry-after"))
-            if not isinstance(failure, EngineRefusedError):
-                log.warning("%s%s: %s", url, path, failure)
-                raise failure
-        elif not _holds_object(content):
-            log.warning("%s%s: an answer that is no JSON object", url, path)
-            raise EngineFailedError("an answer that is no JSON object")
-        return answer.status, answer.header(b"content-type") or "application/json", content
+        return headers
 
     def passes_at_once(self, url: str, pool: Pool) -> bool:
         """Tell whether an engine takes one more small request of a pool without a wait."""
@@ -201,15 +228,15 @@ class Upstream:
         await self._passing_transport.aclose()
 
     async def _attempt(
-        self, tier: TierName, lease: Lease, request: EngineRequest, number: int, sent_at: float
+        self, tier: TierName, lease: Lease, request: EngineRequest, *, number: int, sent_at: float
     ) -> EngineAnswer:
         """Make one attempt. The lease, the connection and the span end with it unless an answer is returned."""
         replica = lease.replica
         hop = Hop(
-            request.operation,
-            request.adapter or replica.model,
-            replica.url,
-            time.monotonic(),
+            operation=request.operation,
+            model=request.adapter or replica.model,
+            url=replica.url,
+            began=time.monotonic(),
             tier=tier,
             replica=replica.id,
             precision=replica.spec.precision,
@@ -219,32 +246,39 @@ class Upstream:
         )
         self._telemetry.start(hop, request.parameters)
         body: Body | None = None
-        times = self._streamed if request.streamed else self._whole
+        times = self._streamed_times if request.streamed else self._buffered_times
         try:
             body = await self._transport.send(*self._post(replica, request, hop), times)
             if body.status != httpx.codes.OK:
-                content, later = await body_of(body, MAX_ERROR_BYTES), body.header(b"retry-after")
-                raise status_error(body.status, content, later)  # noqa: TRY301  one place ends the attempt
-            begun = Attempt(
-                tier=tier, lease=lease, body=body, hop=hop, sent_at=sent_at,
-                token_timeout_s=self._options.token_timeout_s, silence_timeout_s=self._options.answer_timeout_s,
-            )  # fmt: skip
-            answer = EngineStream(begun, request) if request.streamed else BufferedAnswer(begun, request.answers)
+                content = await body_of(body, MAX_ERROR_BYTES)
+                retry_after = body.header(b"retry-after")
+                raise status_error(body.status, content, retry_after)  # noqa: TRY301  one place ends the attempt
+            attempt = Attempt(
+                tier=tier,
+                lease=lease,
+                body=body,
+                hop=hop,
+                token_timeout_s=self._options.token_timeout_s,
+                silence_timeout_s=self._options.answer_timeout_s,
+                sent_at=sent_at,
+            )
+            answer = EngineStream(attempt, request) if request.streamed else BufferedAnswer(attempt, request.answers)
             answer.ignored = request.ignored_by(replica)
             await answer.begin()
             return answer  # noqa: TRY300  an else block would be far from here
         except BaseException as error:
-            await give_up(error, lease, hop, body, times["read"], streamed=request.streamed)
+            await give_up(error, lease, hop, body=body, limit_s=times["read"], streamed=request.streamed)
             raise
 
     def _post(self, replica: Replica, request: EngineRequest, hop: Hop) -> tuple[Origin, bytes]:
-        # Callers repeat their ids, several routers share engines, and an engine may still hold an attempt that was given up:
-        # it mixes up requests of one id.
-        number = f"{request.request_id}-{self._id}-{next(self._numbers):x}"
-        headers = [(b"x-request-id", number.encode("ascii"))]
+        # Each attempt has an id of its own, since an engine mixes up requests that share one. Callers repeat their ids,
+        # several routers share engines, and an engine may still hold an attempt that was given up.
+        attempt_id = f"{request.request_id}-{self._id}-{next(self._attempt_numbers):x}"
+        headers = [(b"x-request-id", attempt_id.encode("ascii"))]
         if replica.api_key:
             headers.append((b"authorization", b"Bearer " + replica.api_key.encode("ascii")))
-        if request.path == MESSAGES and request.priority and replica.takes_priority:  # its body cannot say it
+        if request.path == MESSAGES and request.priority and replica.takes_priority:
+            # The body of a message has no member for it.
             headers.append((b"x-vllm-priority", b"%d" % request.priority))
         headers += hop.headers
         return json_post(replica.url + request.path, headers, request.body(replica))
@@ -256,7 +290,8 @@ def lease_for(
 ) -> Lease | None:  # fmt: skip
     """Return a slot for a request on a tier, apart from replicas to exclude; None: there is none."""
     if query.precisions is not None:
-        exclude = [*exclude, *(r.id for r in fleet.replicas if not query.takes(r.spec))]
+        unfit_replicas = [replica.id for replica in fleet.replicas if not query.takes(replica.spec)]
+        exclude = [*exclude, *unfit_replicas]
     return fleet.lease(
         tier,
         prompt_tokens=query.tokens_to_read,
@@ -271,12 +306,31 @@ def lease_for(
 
 def no_answer(errors: Iterable[UpstreamError], *told: str) -> NoEngineAnsweredError:
     """Return the error for attempts that all failed: it says what is ``told``, and when to ask again."""
-    waits = [getattr(error, "retry_after_s", None) or 0.0 for error in errors]
-    return NoEngineAnsweredError("; ".join(told), min(waits, default=0.0) or None)
+    waits_s = [getattr(error, "retry_after_s", None) or 0.0 for error in errors]
+    shortest_wait_s = min(waits_s, default=0.0)
+    return NoEngineAnsweredError("; ".join(told), shortest_wait_s or None)
+
+
+def _reports(errors: Mapping[str, UpstreamError]) -> list[str]:
+    """Return why each attempt failed, with its replica."""
+    return [f"{replica_id}: {error}" for replica_id, error in errors.items()]
+
+
+def _failure_in(answer: Body, content: bytes) -> UpstreamError | None:
+    """Return what is wrong with an engine's answer to a small request; None: it can be passed on, as can a refusal."""
+    if answer.status != httpx.codes.OK:
+        error = status_error(answer.status, content, answer.header(b"retry-after"))
+        return None if isinstance(error, EngineRefusedError) else error
+    if not _holds_object(content):
+        return EngineFailedError("an answer that is no JSON object")
+    return None
 
 
 def _holds_object(content: bytes) -> bool:
-    """Tell whether an answer holds a JSON object; a large one is looked at from outside only, for the sake of others."""
+    """Tell whether an answer holds a JSON object.
+
+    Of a large one only the first and the last byte are checked: other requests would wait while it is read.
+    """
     if len(content) > LARGE_BYTES:
         return content.lstrip()[:1] == b"{" and content.rstrip()[-1:] == b"}"
     try:
@@ -289,8 +343,8 @@ async def give_up(
     error: BaseException, lease: Lease | OverflowHold, hop: Hop, body: Body | None, limit_s: float, *,
     streamed: bool,
 ) -> None:  # fmt: skip
-    """End an attempt that failed before its answer began; raise why, where that is another error."""
-    failure = _translated(error, limit_s, streamed=streamed)
+    """End an attempt that failed before its answer began. Raise the failure where ``error`` is only how it showed."""
+    failure = _translate(error, limit_s, streamed=streamed)
     try:
         if isinstance(failure, UpstreamError) and not isinstance(failure, EngineRefusedError):
             lease.failed(error_name(failure))
@@ -301,11 +355,11 @@ async def give_up(
         if failure is not error:
             raise failure from without_trace(error)
     finally:
-        del failure  # its trace leads here
+        del failure  # break the reference cycle between the exception and this frame
 
 
-def _translated(error: BaseException, limit_s: float, *, streamed: bool) -> BaseException:
-    """Return the error for what went wrong before an answer began, where it is one of the connection."""
+def _translate(error: BaseException, limit_s: float, *, streamed: bool) -> BaseException:
+    """Return our error for one of the connection before an answer began; return other errors as they are."""
     if isinstance(error, httpx.ReadTimeout | EngineStalledError):
         if streamed:
             return EngineUnreachableError(f"no first token within {limit_s:g} s")
@@ -318,43 +372,54 @@ def _translated(error: BaseException, limit_s: float, *, streamed: bool) -> Base
 def status_error(status: int, body: bytes | None, retry_after: str | None = None) -> UpstreamError:
     """Return the error for an answer that is not 200: the request's fault if the engine says so in vLLM's form.
 
-    What has another form is of a proxy in front of it, or of no vLLM; ``body`` None: it is not looked at. ``retry_after``:
-    that header.
+    An answer in another form comes from a proxy in front of the engine, or from no vLLM. ``body`` None: the form is not
+    checked. ``retry_after``: that header.
     """
-    blamed = (400 <= status < 500 and status not in _NOT_THE_REQUEST) or status == NOT_IMPLEMENTED  # noqa: PLR2004
-    if not blamed:
-        return EngineFailedError(f"HTTP {status}", _retry_after(retry_after))
+    is_client_error = 400 <= status < 500 and status not in _NOT_THE_REQUEST  # noqa: PLR2004
+    if not is_client_error and status != NOT_IMPLEMENTED:
+        return EngineFailedError(f"HTTP {status}", _seconds_in(retry_after))
     if body is None:
         return refusal(status, b"")
-    if (said := _said(body)) is None:
+    vllm_error = _vllm_error_in(body)
+    if vllm_error is None:
         return EngineFailedError(f"HTTP {status}, and not in vLLM's form")
-    if status == httpx.codes.NOT_FOUND and said.get("param") == "model":  # the router has named it, not the caller
-        return EngineFailedError("it serves another model than before")
+    if status == httpx.codes.NOT_FOUND and vllm_error.get("param") == "model":
+        return EngineFailedError(
+            "it serves another model than before"
+        )  # the router has named the model, not the caller
     return refusal(status, body)
 
 
-def _said(body: bytes) -> dict[str, Any] | None:
+def _vllm_error_in(body: bytes) -> dict[str, Any] | None:
+    """Return the error that an answer holds, in vLLM's present form or in an older one; None: it holds none."""
     try:
-        found = read_json(body)
+        answer = read_json(body)
     except ValueError:
         return None
-    if isinstance(found, dict) and isinstance(found.get("error"), dict):
-        return cast("dict[str, Any]", found["error"])
-    old = isinstance(found, dict) and (found.get("object") == "error" or isinstance(found.get("detail"), list))
-    return found if old else None
+    if not isinstance(answer, dict):
+        return None
+    error = answer.get("error")
+    if isinstance(error, dict):
+        return cast("dict[str, Any]", error)
+    if answer.get("object") == "error" or isinstance(answer.get("detail"), list):
+        return answer
+    return None
 
 
-def _retry_after(header: str | None) -> float | None:
-    given = (header or "").strip()
-    if given.isdecimal():
-        return float(given[:9])
+def _seconds_in(retry_after: str | None) -> float | None:
+    """Return the seconds that a ``Retry-After`` header says, as a number or as a date; None: it says neither."""
+    text = (retry_after or "").strip()
+    if text.isdecimal():
+        return float(text[:9])
     try:
-        return max((parsedate_to_datetime(given) - datetime.now(UTC)).total_seconds(), 0.0)
+        wait = parsedate_to_datetime(text) - datetime.now(UTC)
+        return max(wait.total_seconds(), 0.0)
     except (TypeError, ValueError):
         return None
 
 
 def refusal(status: int, body: bytes) -> EngineRefusedError:
+    """Return the error for a request that an engine refuses, with the beginning of the engine's message."""
     try:
         message = read_json(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):

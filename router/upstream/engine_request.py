@@ -15,23 +15,26 @@ from router.upstream.sse import COMPLETION_FORMAT, AnswerFormat
 from tiers.replica import Replica
 
 MESSAGES = "/v1/messages"
-DEFAULT_COMPLETION = 16  # tokens of a completion that gives no limit, as OpenAI and vLLM have it
+DEFAULT_COMPLETION = 16  # tokens of a completion without a limit, as in OpenAI's API and vLLM
+# Members of a body that are numbers, and the span attributes that show them.
 _NUMBERS = {
     "n": "gen_ai.request.choice.count",
     "max_output_tokens": "gen_ai.request.max_tokens",
-    **{
-        name: f"gen_ai.request.{name}"
-        for name in ("max_tokens", "temperature", "top_p", "seed", "frequency_penalty", "presence_penalty")
-    },
+    "max_tokens": "gen_ai.request.max_tokens",
+    "temperature": "gen_ai.request.temperature",
+    "top_p": "gen_ai.request.top_p",
+    "seed": "gen_ai.request.seed",
+    "frequency_penalty": "gen_ai.request.frequency_penalty",
+    "presence_penalty": "gen_ai.request.presence_penalty",
 }
-# What of a request says how tokens are chosen, and holds for its continuation as well.
+# Members of a request that say how tokens are chosen: they hold for its continuation as well.
 _SAMPLING = {
     "allowed_token_ids", "bad_words", "cache_salt", "frequency_penalty", "ignore_eos", "include_stop_str_in_output",
     "logit_bias", "min_p", "min_tokens", "presence_penalty", "repetition_detection", "repetition_penalty", "seed",
     "skip_special_tokens", "spaces_between_special_tokens", "stop", "stop_token_ids", "temperature", "top_k",
     "top_p", "vllm_xargs", "watermarking",
 }  # fmt: skip
-# What makes an answer one that cannot be taken over halfway: it has a structure of its own, or tells more than text.
+# Members with which an answer cannot be continued: they give it a structure, or it tells more than text.
 _NOT_RESUMABLE = {
     "echo", "ec_transfer_params", "functions", "guided_choice", "guided_decoding_backend", "guided_grammar",
     "guided_json", "guided_regex", "kv_transfer_params", "logprob_token_ids", "logprobs", "mm_payload",
@@ -41,35 +44,57 @@ _NOT_RESUMABLE = {
 
 
 class EngineRequest(Struct, frozen=True, kw_only=True):
-    """What an engine is asked, without what depends on the replica."""
+    """What an engine is asked, without what depends on the replica.
 
-    # the caller's body, passed on with as little change as routing needs; or the members of one of our own
+    Attributes:
+        document: The caller's body, passed on with as little change as routing needs; or the members of one of our own.
+        path: Path of the endpoint at the engine.
+        operation: What is asked, in the GenAI conventions' words.
+        request_id: The caller's; an engine is given it with the attempt's number.
+        streamed: Whether the answer comes as events.
+        priority: For vLLM's scheduler, lower first; None leaves the body's own.
+        wants_usage: Whether an answer without token counts is not complete.
+        counts: Whether to ask for token counts at the end of a stream.
+        chat: Its messages, if the same could be asked of another tier; None: it could not.
+        asks_token_ids: Whether to ask for the ids of a stream's tokens: they show that an engine computes while it sends no
+            text.
+        may_be_silent: Whether an engine may compute for minutes without a word, as for a tool call.
+        implied: Members of a document of our own that its caller has not asked for.
+        continuable: What another engine needs to go on with a broken answer; None: none may.
+        adapter: The LoRA adapter that answers; None: the model itself.
+        continued_tokens: Tokens of the answer so far, if this goes on with one.
+    """
+
     document: JsonObject | Mapping[str, Any]
-    path: str = "/v1/chat/completions"  # at the engine
-    operation: str = "chat"  # in the GenAI conventions' words
-    request_id: str  # the caller's; an engine is given it with the attempt's number
+    path: str = "/v1/chat/completions"
+    operation: str = "chat"
+    request_id: str
     answers: AnswerFormat = COMPLETION_FORMAT
-    streamed: bool = True  # whether the answer comes as events
-    priority: int | None = None  # for vLLM's scheduler, lower first; None leaves the body's own
-    wants_usage: bool = False  # whether an answer without token counts is not complete
-    counts: bool = True  # whether to ask for token counts at the end of a stream
-    chat: Sequence[Any] | None = None  # its messages, where the same could be asked of another tier; None where not
-    # whether to ask for the ids of a stream's tokens: they show that an engine computes while it sends no text
+    streamed: bool = True
+    priority: int | None = None
+    wants_usage: bool = False
+    counts: bool = True
+    chat: Sequence[Any] | None = None
     asks_token_ids: bool = False
-    may_be_silent: bool = False  # whether an engine may compute for minutes without a word, as for a tool call
-    implied: tuple[str, ...] = ()  # members of a document of our own that its caller has not asked for
-    # what another engine needs to go on with a broken answer; None where none may
+    may_be_silent: bool = False
+    implied: tuple[str, ...] = ()
     continuable: Continuable | None = None
-    adapter: str | None = None  # the LoRA adapter that answers; None: the model itself
-    continued_tokens: int = 0  # of the answer so far, where this goes on with one
+    adapter: str | None = None
+    continued_tokens: int = 0
 
     def parameters(self) -> Mapping[str, float]:
-        values = ((name, self.document.get(field)) for field, name in _NUMBERS.items())
-        found = {name: value for name, value in values if isinstance(value, int | float) and abs(value) < 1 << 63}
-        return {**found, "qarr.continued_tokens": self.continued_tokens} if self.continued_tokens else found
+        """Return the span attributes that show the request's parameters."""
+        parameters: dict[str, float] = {}
+        for field, attribute in _NUMBERS.items():
+            value = self.document.get(field)
+            if isinstance(value, int | float) and abs(value) < 1 << 63:
+                parameters[attribute] = value
+        if self.continued_tokens:
+            parameters["qarr.continued_tokens"] = self.continued_tokens
+        return parameters
 
     def at_most(self, max_tokens: int) -> EngineRequest:
-        """Return a request of our own for so many output tokens; a caller's body says itself what it wants."""
+        """Return the request with this limit of output tokens; a caller's body keeps its own."""
         if isinstance(self.document, JsonObject) or self.document["max_tokens"] == max_tokens:
             return self
         continuable = None if self.continuable is None else replace(self.continuable, max_tokens=max_tokens)
@@ -77,27 +102,38 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
 
     def body(self, replica: Replica) -> bytes:
         """Return the body for one replica; in a caller's, all values that are not changed are the caller's bytes."""
-        document, model = self.document, self.adapter or replica.model
-        if not isinstance(document, JsonObject):
-            asked = {"model": model, **document}
-            if replica.takes_priority and self.priority is not None:
-                asked["priority"] = self.priority
-            streams = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-            return to_json({**asked, **streams} if self.streamed else asked)
-        changes: dict[str, Any] = {"model": model, "qarr": None, "provider": None}
+        if isinstance(self.document, JsonObject):
+            return self.document.edited(self._changes_for(replica, self.document))
+        return self._own_body(replica, self.document)
+
+    def _own_body(self, replica: Replica, document: Mapping[str, Any]) -> bytes:
+        members: dict[str, Any] = {"model": self.adapter or replica.model, **document}
+        if replica.takes_priority and self.priority is not None:
+            members["priority"] = self.priority
+        if self.streamed:
+            members["stream"] = True
+            members["stream_options"] = {"include_usage": True}
+            members["return_token_ids"] = True
+        return to_json(members)
+
+    def _changes_for(self, replica: Replica, document: JsonObject) -> dict[str, Any]:
+        """Return the members of a caller's body that are set for a replica, or by None left out."""
+        changes: dict[str, Any] = {"model": self.adapter or replica.model, "qarr": None, "provider": None}
         if not replica.takes_priority:
             changes["priority"] = None
         elif self.priority is not None:
             changes["priority"] = self.priority
-        if self.streamed and self.counts and (options := self._stream_options(document)) is not None:
-            changes["stream_options"] = options
+        if self.streamed and self.counts:
+            stream_options = self._stream_options(document)
+            if stream_options is not None:
+                changes["stream_options"] = stream_options
         if self.asks_token_ids:
             changes["return_token_ids"] = True
         changes |= dict.fromkeys(self.ignored_by(replica))
-        return document.edited(changes)
+        return changes
 
     def ignored_by(self, replica: Replica) -> tuple[str, ...]:
-        """Return the members of a caller's body that a replica is not asked: its model cannot do this, and answers without.
+        """Return the members of a caller's body that a replica is not sent: its model cannot do this, and answers without.
 
         Clients of Anthropic's API ask every model for thinking; vLLM refuses it where the model shows no reasoning.
         """
@@ -108,19 +144,22 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
         return ("thinking",) if is_wanted else ()
 
     def _stream_options(self, document: JsonObject) -> bytes | None:
+        """Return the options that ask for token counts at the end; None: the body's own are invalid, and stay."""
         options = document.get("stream_options")
         if options is None or options == {"include_usage": True}:
             return b'{"include_usage":true}'
         try:
-            given = JsonObject.parse(document.text_of("stream_options").encode("utf-8", "surrogatepass"))
+            callers_options = JsonObject.parse(document.text_of("stream_options").encode("utf-8", "surrogatepass"))
         except NotJsonError:
             return None
-        # Without the final counts vLLM gives none with each chunk either.
-        silent = not self.wants_usage and "continuous_usage_stats" in given.values
-        return given.edited({"include_usage": True, **({"continuous_usage_stats": False} if silent else {})})
+        changes: dict[str, Any] = {"include_usage": True}
+        # Only a caller that asks for the final counts gets counts with each chunk: vLLM gives it none either otherwise.
+        if not self.wants_usage and "continuous_usage_stats" in callers_options.values:
+            changes["continuous_usage_stats"] = False
+        return callers_options.edited(changes)
 
 
-# What a stream holds besides its text for those who ask. With it, token ids could not be taken out again, or are not needed:
+# Members for which a stream holds more than its text. With them, token ids could not be taken out again, or are not needed:
 # each of an engine's events has its log-probabilities.
 _BESIDES_TEXT = {"echo", "logprobs", "return_token_ids"}
 
@@ -142,34 +181,52 @@ def may_be_silent(document: JsonObject) -> bool:
 def messages_in(document: JsonObject) -> Sequence[Any] | None:
     """Return a chat's messages; None for what is no chat, or one with tools, whose answers are checked by other means."""
     messages = document.get("messages")
-    return messages if isinstance(messages, list) and document.get("tools") is None else None
+    if isinstance(messages, list) and document.get("tools") is None:
+        return messages
+    return None
 
 
 def continuable_of(document: JsonObject, priority: int, *, choices: int, chat: bool) -> Continuable | None:
     """Return what continuing the streamed answer of a request needs; None where it must not be continued."""
-    form = document.get("response_format")
-    plain = form is None or (isinstance(form, dict) and form.get("type") == "text")
-    options = document.get("stream_options")
-    counting = isinstance(options, dict) and options.get("continuous_usage_stats")
-    if choices != 1 or not plain or counting or any(map(document.get, document.values.keys() & _NOT_RESUMABLE)):
+    if choices != 1 or not _has_plain_answer(document):
         return None
     messages = document.get("messages")
     if isinstance(messages, list) and not all(map(_is_text, messages)):
         return None
-    limit = token_limit(document, chat=chat)
-    if limit is None and not chat and "max_tokens" not in document.values:
-        limit = DEFAULT_COMPLETION
+    max_tokens = token_limit(document, chat=chat)
+    if max_tokens is None and not chat and "max_tokens" not in document.values:
+        max_tokens = DEFAULT_COMPLETION
     sampling = {name: value for name, value in document.values.items() if name in _SAMPLING and value is not None}
-    return Continuable(limit, sampling, priority)
+    return Continuable(max_tokens, sampling, priority)
+
+
+def _has_plain_answer(document: JsonObject) -> bool:
+    """Tell whether a streamed answer is text alone, without counts in each chunk."""
+    if not _is_plain_format(document.get("response_format")):
+        return False
+    options = document.get("stream_options")
+    if isinstance(options, dict) and options.get("continuous_usage_stats"):
+        return False
+    return not any(map(document.get, document.values.keys() & _NOT_RESUMABLE))
+
+
+def _is_plain_format(response_format: Any) -> bool:
+    if response_format is None:
+        return True
+    return isinstance(response_format, dict) and response_format.get("type") == "text"
 
 
 def token_limit(document: JsonObject, *, chat: bool) -> int | None:
     """Return the output tokens that a body allows; None: it names no limit that the engine would take."""
-    named = as_integer(document.get("max_completion_tokens")) if chat else None
-    return as_integer(document.get("max_tokens")) if named is None else named
+    if chat:
+        limit = as_integer(document.get("max_completion_tokens"))
+        if limit is not None:
+            return limit
+    return as_integer(document.get("max_tokens"))
 
 
 def _is_text(message: Any) -> bool:
+    """Tell whether a chat's message holds nothing but text."""
     content = message.get("content") if isinstance(message, dict) else None
     if isinstance(content, list):
         return all(isinstance(part, dict) and part.get("type") == "text" for part in content)

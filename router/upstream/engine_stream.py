@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import httpx
@@ -22,17 +23,17 @@ from tiers.fleet import Lease
 from tiers.replica import SentPrompt
 from tiers.spec import TierName, TierSpec
 
-Feed = Callable[[Sequence[Chunk]], bool]  # takes what came together; tells whether it takes more now
-Drain = Callable[[], Awaitable[None]]  # waits until it does
+Feed = Callable[[Sequence[Chunk]], bool]  # receives events that came together; tells whether it takes more now
+Drain = Callable[[], Awaitable[None]]  # waits until the receiver takes more
 
 NOTED_EVERY_S = 0.1  # noting each chunk by itself costs twice as much
 ENDED_EARLY = "the engine's stream ended early"
-MAX_ANSWER_BYTES = 1 << 28  # of one that is not streamed: log-probabilities of a long prompt take many
+MAX_ANSWER_BYTES = 1 << 28  # for an answer that is not streamed: log-probabilities of a long prompt take many
 
 
 @dataclass(frozen=True, slots=True)
 class OverflowServer:
-    """What an answer says of the overflow's server, in the place of a replica."""
+    """The overflow's server, as an answer shows it in place of a replica."""
 
     id: str
     spec: TierSpec
@@ -41,7 +42,7 @@ class OverflowServer:
 
 @dataclass(slots=True)
 class OverflowHold:
-    """A request's hold on one of the places at the overflow, as a ``Lease``. Nothing is learned from its times."""
+    """A request's hold on one of the overflow's places, used like a ``Lease``. Nothing is learned from its times."""
 
     replica: OverflowServer
     sequences: int
@@ -50,13 +51,15 @@ class OverflowHold:
     _released: bool = False
 
     def note(self, *_: object) -> None:
-        """Take what a lease learns from: here nothing does."""
+        """Ignore what a lease would learn from."""
 
     first_token = produced = finished = failed = note
 
     def may_be_silent_until(self, now: float, limit_s: float, *, is_expected: bool) -> float:
         """Return until when a silent answer is waited for: nobody sees whether a foreign server computes."""
-        return now + limit_s if is_expected else now
+        if is_expected:
+            return now + limit_s
+        return now
 
     def release(self) -> None:
         if not self._released:
@@ -65,42 +68,64 @@ class OverflowHold:
 
 
 class Attempt(Struct, frozen=True):
+    """A request that was sent to one engine.
+
+    Attributes:
+        token_timeout_s: Longest time between two tokens.
+        silence_timeout_s: Longest time without a word from an engine that computes.
+        sent_at: When the request was first sent, to whichever replica, by the monotonic clock in seconds.
+    """
+
     tier: TierName
     lease: Lease | OverflowHold
     body: Body
     hop: Hop
-    token_timeout_s: float  # longest time between two tokens
-    silence_timeout_s: float  # longest time without a word from an engine that computes
-    sent_at: float  # when the request was first sent, to whichever replica
+    token_timeout_s: float
+    silence_timeout_s: float
+    sent_at: float
 
 
 class EngineAnswer(ABC):
     """A request that an engine answers: its lease, its span, its times and its usage. Close it, however it ends.
 
-    ``tier`` and its replica ``replica_id`` began the answer. ``predicted_cached_tokens`` of the prompt that replica was
-    expected to hold; None: not known.
+    Attributes:
+        tier: The tier that began the answer, with its replica ``replica_id``.
+        predicted_cached_tokens: Tokens of the prompt that the replica was expected to hold; None: not known.
+        cached_tokens: Tokens of the prompt that were in the prefix cache, as the engine reports; None: it did not.
+        output_tokens: The engine's count, or until that comes what its chunks tell.
+        ignored: Members of the caller's body that the engine was not asked.
+        overflow: Name of the server outside of the fleet that answers; None: a tier does.
+        parts: What other engines computed of the answer, in order.
     """
 
     def __init__(self, attempt: Attempt) -> None:
         lease = attempt.lease
-        self.attempt, self.tier, self.sent_at = attempt, attempt.tier, attempt.sent_at
-        self.replica_id, self.spec, self.fingerprint = lease.replica.id, lease.replica.spec, lease.replica.fingerprint
-        self.predicted_cached_tokens = None if lease.sent is None else lease.sent.cached
+        replica = lease.replica
+        self.attempt = attempt
+        self.tier = attempt.tier
+        self.sent_at = attempt.sent_at
+        self.replica_id = replica.id
+        self.spec = replica.spec
+        self.fingerprint = replica.fingerprint
+        self.predicted_cached_tokens: int | None = None
+        if lease.sent is not None:
+            self.predicted_cached_tokens = lease.sent.cached
         self.ttft_ms: float | None = None
         self.usage: dict[str, int] = {}
-        # of the prompt, in the prefix cache, as the engine reports; None: it did not
         self.cached_tokens: int | None = None
         self.finish_reason: str | None = None
         self.error: UpstreamError | None = None
-        self.ignored: tuple[str, ...] = ()  # members of the caller's body that its engine was not asked
-        self.overflow: str | None = None  # name of the server outside of the fleet that answers; None: a tier does
-        self.parts: list[EngineStream] = []  # what other engines computed of it, in order
+        self.ignored: tuple[str, ...] = ()
+        self.overflow: str | None = None
+        self.parts: list[EngineStream] = []
         self.complete = False
-        self.output_tokens = 0  # the engine's count, or until that comes what its chunks tell
+        self.output_tokens = 0
         self._body = attempt.body
-        self._first_at = self._last_at = 0.0
-        self._was_silent = False  # nothing came for so long before the first word that its time tells nothing of speed
-        self._closed = False
+        self._first_at = 0.0  # when the first token and the last one came; 0: none has come
+        self._last_at = 0.0
+        # Whether nothing came for so long before the first word that its time tells nothing of the engine's speed.
+        self._was_silent = False
+        self._is_closed = False
 
     @abstractmethod
     async def begin(self) -> None:
@@ -117,7 +142,7 @@ class EngineAnswer(ABC):
     def tpot_ms(self) -> float | None:
         """Return the mean time between tokens so far, from the engine's token count; None below two tokens.
 
-        Of several sequences, which an engine computes at the same time, as if they were equally long.
+        An engine computes several sequences at the same time: they count as if they were equally long.
         """
         tokens = self.usage.get("completion_tokens", 0) / self.attempt.lease.sequences
         if self.ttft_ms is None or tokens < 2:  # noqa: PLR2004
@@ -127,102 +152,130 @@ class EngineAnswer(ABC):
     async def aclose(self, error: BaseException | None = None) -> None:
         """End all of it: the lease goes back, the connection is closed, which aborts what is unfinished, the span ends."""
         for part in self.parts:
-            await part.aclose(error)  # which waits for nothing, so it is not cancelled
-        if self._closed:
+            await part.aclose(error)  # it waits for nothing, so it is not cancelled
+        if self._is_closed:
             return
-        self._closed = True
-        lease, usage, tpot_ms = self.attempt.lease, self.usage, self.tpot_ms
+        self._is_closed = True
+        lease = self.attempt.lease
+        tpot_ms = self.tpot_ms
         if self.complete:
-            lease.finished(None if self._was_silent else tpot_ms, usage.get("completion_tokens", 0), self.cached_tokens)
+            tpot_to_learn_ms = None if self._was_silent else tpot_ms
+            lease.finished(tpot_to_learn_ms, self.usage.get("completion_tokens", 0), self.cached_tokens)
         elif isinstance(error, UpstreamError):
             lease.failed(error_name(error))
         lease.release()
-        found = {
+        end_hop(self.attempt.hop, error, self._span_attributes(tpot_ms))
+        await self._body.aclose()
+
+    def _span_attributes(self, tpot_ms: float | None) -> dict[str, Any]:
+        finish_reasons = (self.finish_reason,) if self.finish_reason else None
+        return {
             "qarr.ttft_ms": self.ttft_ms,
-            "gen_ai.response.finish_reasons": (self.finish_reason,) if self.finish_reason else None,
-            "gen_ai.usage.input_tokens": usage.get("prompt_tokens"),
-            "gen_ai.usage.output_tokens": usage.get("completion_tokens"),
+            "gen_ai.response.finish_reasons": finish_reasons,
+            "gen_ai.usage.input_tokens": self.usage.get("prompt_tokens"),
+            "gen_ai.usage.output_tokens": self.usage.get("completion_tokens"),
             "gen_ai.usage.cache_read.input_tokens": self.cached_tokens,
             "qarr.cached_prompt_tokens": self.predicted_cached_tokens,
             "qarr.tpot_ms": tpot_ms,
         }
-        end_hop(self.attempt.hop, error, found)
-        await self._body.aclose()
 
     def _note_usage(self, usage: Mapping[str, Any]) -> None:
-        self.usage = dict.fromkeys(USAGE, 0)
-        for name in USAGE:
-            self.usage[name] = int(usage.get(name) or 0)
-        self.output_tokens, self.cached_tokens = self.usage["completion_tokens"], cached_tokens_of(usage)
+        self.usage = {name: int(usage.get(name) or 0) for name in USAGE}
+        self.output_tokens = self.usage["completion_tokens"]
+        self.cached_tokens = cached_tokens_of(usage)
+
+
+class StreamPhase(Enum):
+    """What becomes of the events of a stream."""
+
+    OPENING = auto()  # they are held back until the answer has begun
+    RELAYING = auto()  # a receiver gets them as they come
+
+
+# Compared for each token: to look a member up in its class costs as much as two calls (Python 3.11).
+_OPENING = StreamPhase.OPENING
 
 
 class EngineStream(EngineAnswer):
-    """A streamed answer. Its chunks up to the first token are here once it has begun, the rest can be relayed."""
+    """A streamed answer. What came before it began is held back by ``begin``; ``relay`` passes that on, and what follows.
+
+    Attributes:
+        continuable: Whether another engine could go on from what the caller has.
+        continuation: What lets another engine go on, set before the answer is relayed.
+        failed_over: Whether the first engine did not end the answer.
+    """
 
     def __init__(self, attempt: Attempt, request: EngineRequest) -> None:
         super().__init__(attempt)
-        self.continuable = request.continuable is not None  # another engine could go on from what the caller has
-        self._progress = Progress(request.continuable.held_back if request.continuable is not None else 0)
-        self._unnoted: list[Chunk] = []  # chunks that are not in ``_progress``
-        self._untold, self._note_at = 0, 0.0  # tokens that the replica was not told of; when that is to be done
-        # what lets another engine go on, set before the answer is relayed
+        self.continuable = request.continuable is not None
         self.continuation: Callable[[EngineStream, EngineBrokeError, Feed, Drain], Awaitable[None]] | None = None
-        self.failed_over = False  # the first engine did not end the answer
-        self._wants_usage, self._may_be_silent = request.wants_usage, request.may_be_silent
-        self._has_events = False  # of the answer, whatever they hold
-        self._tells_tokens = False  # the engine tells each token's id, so that its silence is known to be one
+        self.failed_over = False
+        characters_held_back = 0 if request.continuable is None else request.continuable.held_back
+        self._progress = Progress(characters_held_back)
+        self._unnoted: list[Chunk] = []  # chunks that are not in ``_progress`` yet
+        self._unreported_tokens = 0  # tokens that the lease was not told of yet
+        self._note_at = 0.0  # when both are to be noted next, by the monotonic clock in seconds
+        self._wants_usage = request.wants_usage
+        self._may_be_silent = request.may_be_silent
         self._parser = EventParser(request.answers)
-        self._held: list[Chunk] = []  # nobody has taken them yet
-        self._out: Feed | None = None
-        self._shown = False  # that the engine computes
-        self._failures: list[Exception] = []  # of who takes them
+        self._phase = StreamPhase.OPENING
+        self._held_chunks: list[Chunk] = []  # chunks that no receiver has got yet
+        self._receive: Feed | None = None  # the receiver, while the answer is relayed
+        self._receiver_errors: list[Exception] = []  # at most one
+        self._has_events = False  # whether an event of the answer has come, whatever it holds
+        self._has_output = False  # whether an event with output of the model has come
+        # Whether the engine tells each token's id. One that does is known not to compute while it sends nothing.
+        self._tells_tokens = False
 
     @property
     def progress(self) -> Progress:
         """Return what the caller has, if the answer is ``continuable``."""
         if self._unnoted:
-            self._progress.note(self._unnoted)
-            self._unnoted.clear()
+            self._note_progress()
         return self._progress
 
-    def _note(self, now: float) -> None:
-        self._note_at = now + NOTED_EVERY_S
-        self.attempt.lease.produced(self._untold)  # only as tokens come: it counts as progress of the engine
-        self._untold = 0
+    def _note_progress(self) -> None:
         self._progress.note(self._unnoted)
         self._unnoted.clear()
 
+    def _report_tokens(self, now: float) -> None:
+        """Tell the lease of the tokens that have come since the last report: the replica makes progress."""
+        self._note_at = now + NOTED_EVERY_S
+        self.attempt.lease.produced(self._unreported_tokens)
+        self._unreported_tokens = 0
+
     async def begin(self) -> None:
+        """Hold events back until one has output of the model: with that, the answer has begun.
+
+        Output is text, reasoning, a part of a tool call, or a finish reason. Comments are none, nor are events with the
+        prompt's token ids or the assistant's role, which engines send before they compute. A fault that comes with the
+        first output is raised by ``flow``, after what came before it, where another engine could go on from there; any
+        other fault is raised here, so that another engine can answer instead.
+        """
         self._body.patience = self._patience
-        if await self._body.pump(self.feed) and not self._parser.ended:
-            raise EngineBrokeError(ENDED_EARLY)
-        progress = self.progress
-        # Until something was sent another can answer; afterwards one can go on with text alone, from the prompt's ids.
-        if not (self._shown and self.continuable and progress.prompt_ids and progress.continuable):
+        await self._pump()
+        if not (self._has_output and self._can_be_continued()):
             self._parser.check()
-        if not self._shown:
+        if not self._has_output:
             raise EngineBrokeError("the engine's answer was empty")
-        attempt = self.attempt
-        self._body.limit_reads(attempt.token_timeout_s)
-        attempt.hop.first_token_at = now = time.monotonic()
+        self._body.limit_reads(self.attempt.token_timeout_s)
+        now = time.monotonic()
+        self.attempt.hop.first_token_at = now
         self.ttft_ms = (now - self.sent_at) * 1000
-        if self._untold:
-            attempt.lease.produced(self._untold)
-            self._untold = 0
+        if self._unreported_tokens:
+            self._report_tokens(now)
         self._note_at = now + NOTED_EVERY_S
 
-    def _note_first_tokens(self, tokens: int) -> None:
-        """Note tokens before the answer has begun: the first one's time, and that the engine computes."""
-        self._last_at = now = time.monotonic()
-        self._untold += tokens
-        lease = self.attempt.lease
-        if not self._first_at:
-            self._first_at = now
-            lease.first_token(None if self._was_silent else (now - self.attempt.hop.began) * 1000)
-        elif now >= self._note_at:
-            self._note_at = now + NOTED_EVERY_S
-            lease.produced(self._untold)
-            self._untold = 0
+    def _can_be_continued(self) -> bool:
+        """Tell whether another engine could go on from what has come: it needs the prompt's ids, and text alone."""
+        progress = self.progress
+        return self.continuable and progress.continuable and len(progress.prompt_ids) > 0
+
+    async def _pump(self) -> None:
+        """Let ``feed`` have what the engine sends, until it wants no more or the stream has ended."""
+        has_body_ended = await self._body.pump(self.feed)
+        if has_body_ended and not self._parser.ended:
+            raise EngineBrokeError(ENDED_EARLY)
 
     def _patience(self, silent_since: float) -> float:
         """Return the seconds for which a silence may go on that has lasted as long as silences may.
@@ -232,116 +285,146 @@ class EngineStream(EngineAnswer):
         """
         if self._tells_tokens or not self._has_events:
             return 0.0
-        attempt, now = self.attempt, time.monotonic()
+        attempt = self.attempt
+        now = time.monotonic()
         limit_s = self._body.read_timeout_s or attempt.token_timeout_s
         until = attempt.lease.may_be_silent_until(now, limit_s, is_expected=self._may_be_silent)
-        left_s = min(until, silent_since + attempt.silence_timeout_s) - now
-        if left_s > 0 and not self._shown:
+        patience_s = min(until, silent_since + attempt.silence_timeout_s) - now
+        if patience_s > 0 and not self._has_output:
             self._was_silent = True
-        return left_s
+        return patience_s
 
-    async def relay(self, feed: Feed, drain: Drain) -> None:
-        """Let ``feed`` have all of it as it comes, from whichever engine; return after its end.
+    async def relay(self, receive: Feed, drain: Drain) -> None:
+        """Let ``receive`` have all of it as it comes, from whichever engine; return after its end.
 
         ``EngineBrokeError``: the engine failed, or no token came in time, and no other could go on.
         """
         try:
-            while not await self.flow(feed):
+            while not await self.flow(receive):
                 await drain()
         except EngineBrokeError as error:
             broken = without_trace(error)
         else:
             return
         try:
-            await self._fail_over(broken, feed, drain)
+            await self._fail_over(broken, receive, drain)
         finally:
-            del broken  # its trace leads here
+            del broken  # break the reference cycle between the exception and this frame
 
-    async def flow(self, feed: Feed) -> bool:
-        """Let ``feed`` have what this engine sends, as it comes; False: it takes no more now, True: that was the end.
+    async def flow(self, receive: Feed) -> bool:
+        """Let ``receive`` have what this engine sends, as it comes; False: it takes no more now, True: that was the end.
 
         ``EngineBrokeError``: the engine failed, or no token came in time. What came before was passed on.
         """
         parser = self._parser
-        if self._held:
-            held, self._held = self._held, []
-            if not feed(held):
+        if self._held_chunks:
+            chunks = self._held_chunks
+            self._held_chunks = []
+            if not receive(chunks):
                 return False
         if not parser.ended:
-            self._out = feed
+            self._phase = StreamPhase.RELAYING
+            self._receive = receive
             try:
-                if await self._body.pump(self.feed) and not parser.ended:
-                    raise EngineBrokeError(ENDED_EARLY)
+                await self._pump()
             finally:
-                self._out = None  # it leads back here
-        if self._failures:
-            raise self._failures.pop()
+                self._receive = None  # break the reference cycle: the receiver leads back here
+        if self._receiver_errors:
+            raise self._receiver_errors.pop()
         parser.check()
         if not parser.over:
             return False
         if self.finish_reason is None:
             raise EngineBrokeError("the engine's stream ended without a finish reason")
-        self._body.over = True  # once the end is there, the connection can be used again
+        self._body.over = True  # after the last event, the connection can be used again
         self.complete = True
         return True
 
     def feed(self, data: bytes) -> bool:
-        """Take a part of the stream: note what it holds, and pass it on; tell whether more is wanted now."""
-        parser, tokens = self._parser, 0
-        chunks = parser.feed(data)
+        """Parse a part of the stream, note what it holds, and hold it back or pass it on; tell whether to go on now.
+
+        It runs for each token, so what is noted of a chunk is noted here, in one loop.
+        """
+        chunks = self._parser.parse(data)
+        tokens = 0
         for chunk in chunks:
             if chunk.usage:
                 self._note_usage(chunk.usage)
-            shows = bool(chunk.text or chunk.other or chunk.finish_reason)
-            tokens += len(chunk.token_ids) or shows
-            self._shown = self._shown or shows
-            self.finish_reason = chunk.finish_reason or self.finish_reason
+            if chunk.finish_reason:
+                self.finish_reason = chunk.finish_reason
+            chunk_tokens = len(chunk.token_ids)
+            if chunk_tokens:
+                self._tells_tokens = True
+            if chunk.text or chunk.other or chunk.finish_reason:
+                self._has_output = True
+                chunk_tokens = chunk_tokens or 1  # an engine that does not tell its tokens sends about one at a time
+            tokens += chunk_tokens
         if self.continuable:
             self._unnoted += chunks
-        self._tells_tokens = self._tells_tokens or any(chunk.token_ids for chunk in chunks)
         if tokens and not self.usage:
             self.output_tokens += tokens
-        if self._out is None:
-            return self._hold(chunks, tokens)
-        if not chunks:
-            return not parser.ended
+        if self._phase is _OPENING:
+            return self._hold_back(chunks, tokens)
+        return self._relay(chunks, tokens)
+
+    def _hold_back(self, chunks: Sequence[Chunk], tokens: int) -> bool:
+        """Keep chunks until there is a receiver; tell whether more is wanted before that."""
+        self._has_events = self._has_events or any(not chunk.raw.startswith(b":") for chunk in chunks)
         if tokens:
-            self._last_at = now = time.monotonic()
-            self._untold += tokens
+            self._note_opening_tokens(tokens)
+        self._held_chunks += chunks
+        return not (self._parser.ended or self._has_output)
+
+    def _note_opening_tokens(self, tokens: int) -> None:
+        """Note tokens before the answer has begun: the first one's time, and that the engine computes."""
+        now = time.monotonic()
+        self._last_at = now
+        self._unreported_tokens += tokens
+        if not self._first_at:
+            self._first_at = now
+            time_to_learn_ms = None if self._was_silent else (now - self.attempt.hop.began) * 1000
+            self.attempt.lease.first_token(time_to_learn_ms)
+        elif now >= self._note_at:
+            self._report_tokens(now)
+
+    def _relay(self, chunks: Sequence[Chunk], tokens: int) -> bool:
+        """Pass chunks on to the receiver; tell whether more is wanted now."""
+        if not chunks:
+            return not self._parser.ended
+        if tokens:
+            now = time.monotonic()
+            self._last_at = now
+            self._unreported_tokens += tokens
             if now >= self._note_at:
-                self._note(now)
+                self._report_tokens(now)
+                self._note_progress()
+        assert self._receive is not None
         try:
-            return self._out(chunks) and not parser.ended
+            return self._receive(chunks) and not self._parser.ended
         except Exception as error:  # noqa: BLE001  raised in ``flow``: the engine's connection is not to blame
-            self._failures.append(error)
+            self._receiver_errors.append(error)
             return False
 
-    def _hold(self, chunks: Sequence[Chunk], tokens: int) -> bool:
-        """Keep chunks that nobody takes yet; tell whether more is wanted now."""
-        self._has_events = self._has_events or any(not chunk.raw.startswith(b":") for chunk in chunks)
-        if tokens and self.ttft_ms is None:
-            self._note_first_tokens(tokens)
-        self._held += chunks
-        return not (self._parser.ended or self._shown)
-
-    async def _fail_over(self, broken: EngineBrokeError, feed: Feed, drain: Drain) -> None:
+    async def _fail_over(self, broken: EngineBrokeError, receive: Feed, drain: Drain) -> None:
+        """Let other engines go on with the answer; raise ``broken``, or what broke last, if none can."""
         progress = self.progress
         if self.continuation is None or not self.continuable:
             raise broken
         self.failed_over = True
 
-        def feed_on(chunks: Sequence[Chunk]) -> bool:
+        def receive_continued(chunks: Sequence[Chunk]) -> bool:
             self._last_at = time.monotonic()
             self.output_tokens += sum(len(chunk.token_ids) for chunk in chunks)
-            return feed(chunks)
+            return receive(chunks)
 
-        await self.continuation(self, broken, feed_on, drain)
-        if self.parts or not self.usage:  # else all of the answer had come, and its counts
+        await self.continuation(self, broken, receive_continued, drain)
+        has_all_from_first_engine = not self.parts and self.usage
+        if not has_all_from_first_engine:
             self.usage = progress.usage
             self.output_tokens = self.usage.get("completion_tokens", self.output_tokens)
         self.finish_reason = progress.finish_reason
         if self._wants_usage and not self.usage:
-            raise type(broken)(str(broken))  # nobody knows the counts
+            raise type(broken)(str(broken))  # an answer without token counts is not complete
         self.complete = True
 
 
@@ -350,7 +433,8 @@ class BufferedAnswer(EngineAnswer):
 
     def __init__(self, attempt: Attempt, answers: AnswerFormat = COMPLETION_FORMAT) -> None:
         super().__init__(attempt)
-        self.content, self._read_whole = b"", answers.read_whole
+        self.content = b""
+        self._read_whole = answers.read_whole
 
     async def begin(self) -> None:
         try:
@@ -359,7 +443,8 @@ class BufferedAnswer(EngineAnswer):
             raise
         except httpx.HTTPError as error:
             raise EngineBrokeError("the engine's connection broke off: ask again") from error
-        if (answer := self._read_whole(self.content)) is None:
+        answer = self._read_whole(self.content)
+        if answer is None:
             raise EngineFailedError("the engine's answer is not a completion")
         self.finish_reason, usage = answer
         self._note_usage(usage)
@@ -374,9 +459,11 @@ def end_hop(hop: Hop, error: BaseException | None, attributes: dict[str, Any] | 
         hop.result["gen_ai.response.time_to_first_chunk"] = round(hop.first_token_at - hop.began, 6)
     if error is not None:
         hop.result["error.type"] = error_name(error)
+    shown_error: Exception | None = None
     if isinstance(error, EngineRefusedError):
         hop.result["http.response.status_code"] = error.status
-    told = error if isinstance(error, Exception) and not isinstance(error, EngineRefusedError) else None
-    hop.message = "" if told is None else str(told)
+    elif isinstance(error, Exception):
+        shown_error = error
+    hop.message = "" if shown_error is None else str(shown_error)
     if hop.span is not None:
-        end_span(hop, hop.span, told)
+        end_span(hop, hop.span, shown_error)

@@ -25,11 +25,11 @@ class EngineUnreachableError(UpstreamError):
 
 
 class _AskAgainError(UpstreamError):
+    """An error after which engines can be asked again, in ``retry_after_s`` at the soonest; None: one does not say when."""
+
     def __init__(self, detail: str, retry_after_s: float | None = None) -> None:
         super().__init__(detail)
-        self.retry_after_s = (
-            retry_after_s  # when engines want to be asked again, at the soonest; None: one does not say
-        )
+        self.retry_after_s = retry_after_s
 
 
 class EngineFailedError(_AskAgainError):
@@ -41,7 +41,9 @@ class EngineRefusedError(UpstreamError):
 
     def __init__(self, detail: str, status: int = 400, body: bytes = b"") -> None:
         super().__init__(detail)
-        self.detail, self.status, self.body = detail, status, body
+        self.detail = detail
+        self.status = status
+        self.body = body
 
 
 class EngineTooSlowError(UpstreamError):
@@ -68,9 +70,10 @@ Fault = TypeVar("Fault", bound=BaseException)
 
 
 def without_trace(error: Fault) -> Fault:
-    """Return an error that is kept, without the trace that it and its causes have.
+    """Return an error that is kept, without its trace and those of its causes.
 
-    A trace leads to where the error is kept, and so keeps all that was at hand there until the collector comes.
+    A trace refers to the frame that keeps the error. This reference cycle would hold all of the frame's objects until the
+    garbage collector runs.
     """
     cause: BaseException | None = error
     while cause is not None and cause.__traceback__ is not None:

@@ -16,14 +16,14 @@ import msgspec
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 
-MOST_NESTED = 200  # lists and objects within one another, as the parser of our own bodies (jiter) and vLLM's allow
+MOST_NESTED = 200  # depth of lists and objects that the parser of our own bodies (jiter) and vLLM's allow
 
 
 def read_json(text: bytes | str) -> Any:
     """Return what a JSON text holds; ``ValueError``: it is not JSON.
 
     The parser keeps up to 16,384 short strings for as long as the process runs (jiter's ``py_string_cache.rs``). Here those
-    are keys alone: values are what people ask and engines answer, which fill it over hours, and nobody asks for twice.
+    are keys alone: values are prompts and answers, which would fill the cache over hours and hardly ever come twice.
     """
     return from_json(text, cache_strings="keys")
 
@@ -45,8 +45,10 @@ def as_integer(value: Any) -> int | None:
     """Return a value as vLLM, whose models are lax, would read it where it wants an integer; None where it would refuse."""
     if value is None or type(value) is int:
         return value
+    if isinstance(value, bool):
+        return None
     try:
-        return None if isinstance(value, bool) else _INTEGER.validate_python(value)
+        return _INTEGER.validate_python(value)
     except ValidationError:
         return None
 
@@ -65,7 +67,7 @@ def as_boolean(value: Any) -> bool:
 class JsonObject:
     """A JSON object. Of members that share a key the last counts, as in most decoders.
 
-    It is decoded at once, and its members' texts are looked for when something needs them.
+    It is decoded at once; its members' texts are searched only when they are needed.
     """
 
     raw: bytes
@@ -76,7 +78,7 @@ class JsonObject:
         """Read an object; ``NotJsonError``: it is not UTF-8, not JSON, nested too deep, or not an object."""
         try:
             values = from_json(body, allow_inf_nan=False, cache_strings="keys")
-        except ValueError:  # why, and lone surrogates, which Python's decoder takes
+        except ValueError:  # Python's decoder takes lone surrogates, and says what is wrong
             values = _decoded(body)
         if not isinstance(values, dict):
             raise NotJsonError("not a JSON object")
@@ -86,7 +88,7 @@ class JsonObject:
 
     @cached_property
     def members(self) -> Mapping[str, Any]:
-        """The values as they are written; made anew if a lone surrogate, which only Python's decoder takes, is in them."""
+        """The values as they are written; rendered anew if one holds a lone surrogate, which only Python's decoder takes."""
         try:
             return _MEMBERS.decode(self.raw)
         except msgspec.DecodeError:
@@ -107,17 +109,18 @@ class JsonObject:
                 members[key] = msgspec.Raw(value) if isinstance(value, bytes) else value
         try:
             return msgspec.json.encode(members)
-        except UnicodeEncodeError:  # a key with a lone surrogate
-            return b"{%b}" % b",".join(
-                json.dumps(key).encode() + b":" + msgspec.json.encode(value) for key, value in members.items()
-            )
+        except UnicodeEncodeError:  # a key has a lone surrogate
+            texts = [json.dumps(key).encode() + b":" + msgspec.json.encode(value) for key, value in members.items()]
+            return b"{%b}" % b",".join(texts)
 
 
 def _decoded(body: bytes) -> Any:
     """Return what Python's decoder reads; None for what does not begin as an object."""
     try:
         text = body.decode()
-        return json.loads(text, parse_constant=_no_constants) if text.lstrip(" \t\r\n")[:1] == "{" else None
+        if not text.lstrip(" \t\r\n").startswith("{"):
+            return None
+        return json.loads(text, parse_constant=_no_constants)
     except UnicodeDecodeError as error:
         raise NotJsonError(f"not UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:
@@ -126,14 +129,26 @@ def _decoded(body: bytes) -> Any:
         raise NotJsonError(f"{error.msg} at line {error.lineno} column {error.colno}") from None
     except NotJsonError:
         raise
-    except ValueError as error:  # a number of more digits than Python converts
+    except ValueError as error:  # a number has more digits than Python converts
         raise NotJsonError(str(error)) from None
 
 
 def _nested(values: Iterable[Any]) -> int:
     """Return how many lists and objects lie within one another in some values, counted without recursion."""
     depth = 0
-    while found := [value for value in values if isinstance(value, list | dict)]:
+    containers = _containers_among(values)
+    while containers:
         depth += 1
-        values = chain.from_iterable(value.values() if isinstance(value, dict) else value for value in found)
+        children = chain.from_iterable(map(_children_of, containers))
+        containers = _containers_among(children)
     return depth
+
+
+def _containers_among(values: Iterable[Any]) -> list[list[Any] | dict[str, Any]]:
+    return [value for value in values if isinstance(value, list | dict)]
+
+
+def _children_of(container: list[Any] | dict[str, Any]) -> Iterable[Any]:
+    if isinstance(container, dict):
+        return container.values()
+    return container

@@ -1,4 +1,4 @@
-"""How answers of Anthropic's Messages API and OpenAI's Responses API are read: events with names, and a last one of each.
+"""How answers of Anthropic's Messages API and OpenAI's Responses API are read: their events have names, and one is the last.
 
 Only what the router needs is read: text, the end, token counts, and errors. The events themselves are passed on as they are.
 """
@@ -14,14 +14,14 @@ from msgspec import Struct
 from router.upstream.errors import EngineBrokeError
 from router.upstream.sse import NOT_A_CHUNK, AnswerFormat, Chunk, Count, WholeAnswer, decoded
 
-# Why an answer ended, in the words of chat completions, which records and traces have.
+# Why an answer ended, in the words of chat completions, which records and traces use.
 STOP_REASONS = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length", "tool_use": "tool_calls"}
 MESSAGE_OVER = "message_stop"
 RESPONSE_OVER = ("response.completed", "response.incomplete")
 _FAILURES = ("error", "response.failed")
 
 
-class _Usage(Struct):
+class _InputOutputUsage(Struct):
     input_tokens: Count | None = None
     output_tokens: Count | None = None
     cache_read_input_tokens: Count | None = None
@@ -39,33 +39,35 @@ class _Block(Struct):
     type: str = ""
 
 
-class _MessageEvent(Struct):
+class _MessageStreamEvent(Struct):
     type: str
     delta: _Delta | None = None
     content_block: _Block | None = None
-    usage: _Usage | None = None
+    usage: _InputOutputUsage | None = None
 
 
-class _Message(Struct):
-    usage: _Usage
+class _WholeMessage(Struct):
+    usage: _InputOutputUsage
     content: list[_Block] = []
     stop_reason: str | None = None
 
 
-class _Response(Struct):
+class _ResponseObject(Struct):
     status: str | None = None
     output: list[_Block] | None = None
-    usage: _Usage | None = None
+    usage: _InputOutputUsage | None = None
 
 
-class _ResponseEvent(Struct):
+class _ResponseStreamEvent(Struct):
     type: str
-    response: _Response | None = None
+    response: _ResponseObject | None = None
     delta: Any = None
 
 
-_MESSAGE_EVENT, _MESSAGE = msgspec.json.Decoder(_MessageEvent), msgspec.json.Decoder(_Message)
-_RESPONSE_EVENT, _RESPONSE = msgspec.json.Decoder(_ResponseEvent), msgspec.json.Decoder(_Response)
+_MESSAGE_EVENT = msgspec.json.Decoder(_MessageStreamEvent)
+_MESSAGE = msgspec.json.Decoder(_WholeMessage)
+_RESPONSE_EVENT = msgspec.json.Decoder(_ResponseStreamEvent)
+_RESPONSE = msgspec.json.Decoder(_ResponseObject)
 _NO_DELTA = _Delta()
 
 
@@ -74,27 +76,33 @@ def read_message_event(raw: bytes) -> Chunk:
     event = _data_of(raw, _MESSAGE_EVENT)
     if event is None:
         return Chunk(raw)
-    kind, delta = event.type, event.delta or _NO_DELTA
+    kind = event.type
+    delta = event.delta or _NO_DELTA
     if kind == "content_block_delta":
         return Chunk(raw, delta.text or "", other=bool(delta.thinking or delta.partial_json))
     if kind == "content_block_start":
-        return Chunk(raw, other=event.content_block is not None and event.content_block.type == "tool_use")
+        block = event.content_block
+        return Chunk(raw, other=block is not None and block.type == "tool_use")
     if kind == "message_delta":
         usage = None if event.usage is None else _counts(event.usage)
-        return Chunk(raw, finish_reason=_reason(delta.stop_reason), usage=usage)
+        return Chunk(raw, finish_reason=_finish_reason(delta.stop_reason), usage=usage)
     return Chunk(raw, last=kind == MESSAGE_OVER)
 
 
 def read_message(content: bytes) -> WholeAnswer | None:
+    """Read a message that is not streamed; None: it is none."""
     try:
         message = decoded(_MESSAGE, content)
     except EngineBrokeError:
         return None
-    return _reason(message.stop_reason), _counts(message.usage)
+    return _finish_reason(message.stop_reason), _counts(message.usage)
 
 
-def _reason(stop_reason: str | None) -> str | None:
-    return None if stop_reason is None else STOP_REASONS.get(stop_reason, stop_reason)
+def _finish_reason(stop_reason: str | None) -> str | None:
+    """Return a message's stop reason in the words of chat completions, where they have one for it."""
+    if stop_reason is None:
+        return None
+    return STOP_REASONS.get(stop_reason, stop_reason)
 
 
 def read_response_event(raw: bytes) -> Chunk:
@@ -107,26 +115,30 @@ def read_response_event(raw: bytes) -> Chunk:
     if event is None:
         return Chunk(raw)
     if event.type in RESPONSE_OVER:
-        if (ended := _ended(event.response or _Response())) is None:
+        answer = _answer_in(event.response or _ResponseObject())
+        if answer is None:
             raise EngineBrokeError("the engine ended the response before it was complete")
-        return Chunk(raw, finish_reason=ended[0], usage=ended[1], last=True)
+        finish_reason, usage = answer
+        return Chunk(raw, finish_reason=finish_reason, usage=usage, last=True)
     if event.type == "response.output_text.delta" and isinstance(event.delta, str):
         return Chunk(raw, event.delta)
     return Chunk(raw, other=event.type.endswith(".delta") and bool(event.delta))
 
 
 def read_response(content: bytes) -> WholeAnswer | None:
+    """Read a response that is not streamed; None: it is none, or it failed."""
     try:
-        return _ended(decoded(_RESPONSE, content))
+        return _answer_in(decoded(_RESPONSE, content))
     except EngineBrokeError:
         return None
 
 
 def _data_of(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
+    """Return the data of an event, None for a comment; ``EngineBrokeError``: it has none, or tells of an error."""
     if raw.startswith(b":"):
         return None
-    head, found, text = raw.partition(b"data:")
-    if not found or not (head == b"" or head.endswith(b"\n")):
+    head, separator, text = raw.partition(b"data:")
+    if not separator or not (head == b"" or head.endswith(b"\n")):
         raise EngineBrokeError(NOT_A_CHUNK)
     event = decoded(decoder, text)
     if event.type in _FAILURES:
@@ -134,22 +146,30 @@ def _data_of(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
     return event
 
 
-def _ended(response: _Response) -> tuple[str, dict[str, int]] | None:
+def _answer_in(response: _ResponseObject) -> tuple[str, dict[str, int]] | None:
     """Return why a response ended, and its token counts; None for one that failed, or is none."""
-    usage, output = response.usage, response.output
+    usage = response.usage
+    output = response.output
     if usage is None or output is None or response.status not in {"completed", "incomplete"}:
         return None
+    counts = _counts(usage)
     if response.status == "incomplete":
-        return "length", _counts(usage)
-    called = any(item.type == "function_call" for item in output)
-    return "tool_calls" if called else "stop", _counts(usage)
+        return "length", counts
+    if any(item.type == "function_call" for item in output):
+        return "tool_calls", counts
+    return "stop", counts
 
 
-def _counts(usage: _Usage) -> dict[str, int]:
+def _counts(usage: _InputOutputUsage) -> dict[str, int]:
     """Return token counts under OpenAI's older names. Anthropic's count of the input leaves out what the cache had."""
-    cached = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
-    prompt, output = (usage.input_tokens or 0) + cached, usage.output_tokens or 0
-    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    cached_tokens = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+    prompt_tokens = (usage.input_tokens or 0) + cached_tokens
+    output_tokens = usage.output_tokens or 0
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+    }
 
 
 _USUAL = re.compile(rb"event: [^\n]*+\ndata: \{[^\n]*+").fullmatch

@@ -1,7 +1,7 @@
 """Requests to the overflow: a server of OpenAI's API outside of the fleet, with its own model, tokenizer and key.
 
-Nothing of the caller's headers goes there, no trace context and no id. Of what the server says of an error only its codes
-are told: its words may quote the prompt.
+Nothing of the caller's headers goes there, no trace context and no id. Of the server's errors only the codes are passed on:
+its words may quote the prompt.
 
 It is asked the members of a request that mean the same at any server of OpenAI's API; what is the router's own or names the
 caller is left out. A request with any other member, unless its value changes nothing, cannot be asked elsewhere.
@@ -9,6 +9,7 @@ caller is left out. A request with any other member, unless its value changes no
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Mapping
@@ -49,9 +50,10 @@ _CHAT = _SHARED | {
     "response_format", "tool_choice", "tools", "top_logprobs", "verbosity",
 }  # fmt: skip
 # A chat's limit of output tokens, by its present name, which OpenAI's newer models insist on, and by its older one.
-LIMIT, OLDER_LIMIT = "max_completion_tokens", "max_tokens"
+LIMIT = "max_completion_tokens"
+OLDER_LIMIT = "max_tokens"
 _COMPLETION = _SHARED | {"best_of", "echo", "prompt", "suffix"}
-# Of no effect on the answer; some tell who asks, make the server keep it, or change what it costs.
+# Members without effect on the answer; some tell who asks, make the server keep the answer, or change what it costs.
 _LEFT_OUT = {
     "cache_salt", "metadata", "priority", "prompt_cache_key", "provider", "qarr", "request_id", "safety_identifier",
     "service_tier", "store", "user",
@@ -86,53 +88,84 @@ def body_for(request: EngineRequest, model: str, limit_name: str = LIMIT) -> byt
     """
     if request.adapter is not None:
         return None
-    document = request.document
-    if not isinstance(document, JsonObject):
-        asked = {name: value for name, value in document.items() if name not in request.implied}
-        if (kept := _portable(asked, _CHAT)) is None:
-            return None
-        if OLDER_LIMIT in kept:
-            kept[limit_name] = kept.pop(OLDER_LIMIT)
-        return to_json({"model": model, **kept, "stream": True, "stream_options": {"include_usage": True}})
-    if not request.counts:  # of an API that few servers have
+    if isinstance(request.document, JsonObject):
+        return _edited_body(request, request.document, model=model, limit_name=limit_name)
+    return _own_body(request, request.document, model=model, limit_name=limit_name)
+
+
+def _own_body(request: EngineRequest, document: Mapping[str, Any], *, model: str, limit_name: str) -> bytes | None:
+    """Return the body for a request that the router has made; None where it cannot be asked there."""
+    requested = {name: value for name, value in document.items() if name not in request.implied}
+    portable = _portable(requested, _CHAT)
+    if portable is None:
         return None
-    values, known = document.values, _CHAT if request.operation == "chat" else _COMPLETION
-    kept = _portable(values, known)
-    if kept is None or not _is_text(values.get("prompt")) or not _plain_options(values.get("stream_options")):
+    if OLDER_LIMIT in portable:
+        portable[limit_name] = portable.pop(OLDER_LIMIT)
+    return to_json({"model": model, **portable, "stream": True, "stream_options": {"include_usage": True}})
+
+
+def _edited_body(request: EngineRequest, document: JsonObject, *, model: str, limit_name: str) -> bytes | None:
+    """Return the caller's body with what the server needs changed; None where it cannot be asked there."""
+    if not request.counts:
+        return None  # few servers have these APIs
+    values = document.values
+    is_chat = request.operation == "chat"
+    known_names = _CHAT if is_chat else _COMPLETION
+    portable = _portable(values, known_names)
+    if portable is None:
         return None
-    changes: dict[str, Any] = {name: None for name in values if name not in kept}
-    changes |= {"model": model, "stream_options": {"include_usage": True} if request.streamed else None}
-    other_name = OLDER_LIMIT if limit_name == LIMIT else LIMIT
-    if request.operation == "chat" and other_name in kept:
-        changes[other_name] = None
-        if limit_name not in kept:  # vLLM too takes the newer name where both are given
-            changes[limit_name] = kept[other_name]
-        elif limit_name == OLDER_LIMIT:
-            changes[limit_name] = kept[LIMIT]
+    if not _is_text(values.get("prompt")) or not _has_plain_options(values.get("stream_options")):
+        return None
+    changes: dict[str, Any] = {name: None for name in values if name not in portable}
+    changes["model"] = model
+    changes["stream_options"] = {"include_usage": True} if request.streamed else None
+    if is_chat:
+        changes |= _limit_changes(portable, limit_name)
     return document.edited(changes)
 
 
-def _portable(values: Mapping[str, Any], known: set[str]) -> dict[str, Any] | None:
+def _limit_changes(chat: Mapping[str, Any], limit_name: str) -> dict[str, Any]:
+    """Return the changes to a chat's members that give its limit of output tokens the name that the server knows."""
+    other_name = OLDER_LIMIT if limit_name == LIMIT else LIMIT
+    if other_name not in chat:
+        return {}
+    changes = {other_name: None}
+    if limit_name not in chat:
+        changes[limit_name] = chat[other_name]
+    elif limit_name == OLDER_LIMIT:  # where both are given, the newer name counts, as in vLLM
+        changes[limit_name] = chat[LIMIT]
+    return changes
+
+
+def _portable(values: Mapping[str, Any], known_names: set[str]) -> dict[str, Any] | None:
     """Return the members that any server knows; None where another one changes the answer."""
-    given = {name: value for name, value in values.items() if value is not None and name not in _LEFT_OUT}
-    if any(name not in known and value not in _NEUTRAL.get(name, ()) for name, value in given.items()):
-        return None
-    return {name: value for name, value in given.items() if name in known}
+    portable: dict[str, Any] = {}
+    for name, value in values.items():
+        if value is None or name in _LEFT_OUT:
+            continue
+        if name in known_names:
+            portable[name] = value
+        elif value not in _NEUTRAL.get(name, ()):
+            return None
+    return portable
 
 
 def _is_text(prompt: Any) -> bool:
     """Tell whether a completion's prompt, where there is one, is text: token ids are of the fleet's tokenizer."""
     prompts = prompt if isinstance(prompt, list) else [prompt]
-    return all(one is None or isinstance(one, str) for one in prompts)
+    return all(text is None or isinstance(text, str) for text in prompts)
 
 
-def _plain_options(options: Any) -> bool:
-    return options is None or (
-        isinstance(options, dict) and all(name == "include_usage" or not on for name, on in options.items())
-    )
+def _has_plain_options(options: Any) -> bool:
+    """Tell whether a request's options of its stream turn on nothing but token counts."""
+    if options is None:
+        return True
+    if not isinstance(options, dict):
+        return False
+    return not any(is_on for name, is_on in options.items() if name != "include_usage")
 
 
-CHARACTERS_PER_TOKEN = 4  # of English, about; for servers that tell no counts
+CHARACTERS_PER_TOKEN = 4  # about as many as in English; for servers that tell no counts
 
 
 class UnsupportedError(UpstreamError):
@@ -147,50 +180,56 @@ class PausedError(UpstreamError):
     """The overflow has failed lately, and gets no requests for a while."""
 
 
-class _Message(Struct):
+class _OverflowMessage(Struct):
     content: str | None = None
 
 
-class _Choice(Struct):
+class _OverflowChoice(Struct):
     finish_reason: str | None = None
-    message: _Message | None = None
+    message: _OverflowMessage | None = None
     text: str | None = None
 
+    @property
+    def answer_text(self) -> str:
+        if self.message is not None and self.message.content:
+            return self.message.content
+        return self.text or ""
 
-class _Whole(Struct):
-    choices: Annotated[list[_Choice], Meta(min_length=1)]
+
+class _OverflowCompletion(Struct):
+    choices: Annotated[list[_OverflowChoice], Meta(min_length=1)]
     usage: dict[str, Any] | None = None
 
 
-_WHOLE = msgspec.json.Decoder(_Whole)
+_COMPLETION_DECODER = msgspec.json.Decoder(_OverflowCompletion)
 
 
 def read_whole(content: bytes) -> WholeAnswer | None:
     """Read an answer that is not streamed, with or without token counts; None where it is no completion."""
     try:
-        answer = decoded(_WHOLE, content)
+        completion = decoded(_COMPLETION_DECODER, content)
     except EngineBrokeError:
         return None
-    usage = answer.usage or {}
-    counted = all(isinstance(usage.get(name, 0), int) for name in ("prompt_tokens", "completion_tokens"))
-    if not counted or any(choice.message is None and choice.text is None for choice in answer.choices):
+    usage = completion.usage or {}
+    if not all(isinstance(usage.get(name, 0), int) for name in ("prompt_tokens", "completion_tokens")):
         return None
-    return answer.choices[0].finish_reason, usage
+    if any(choice.message is None and choice.text is None for choice in completion.choices):
+        return None
+    return completion.choices[0].finish_reason, usage
 
 
 _FORMAT = replace(COMPLETION_FORMAT, read_whole=read_whole)
 
 
-class _WholeAnswer(BufferedAnswer):
+class _BufferedOverflowAnswer(BufferedAnswer):
     """A whole answer, perhaps without token counts: its tokens are then estimated by its length."""
 
     def _note_usage(self, usage: Mapping[str, Any]) -> None:
         if usage:
             super()._note_usage(usage)
             return
-        choices = _WHOLE.decode(self.content).choices
-        texts = ((choice.message and choice.message.content) or choice.text or "" for choice in choices)
-        self.output_tokens = sum(-(-len(text) // CHARACTERS_PER_TOKEN) for text in texts)
+        texts = [choice.answer_text for choice in _COMPLETION_DECODER.decode(self.content).choices]
+        self.output_tokens = sum(math.ceil(len(text) / CHARACTERS_PER_TOKEN) for text in texts)
 
 
 class OverflowClient:
@@ -199,15 +238,20 @@ class OverflowClient:
     def __init__(
         self, options: OverflowSettings, times: UpstreamSettings, telemetry: Telemetry, transport: EngineTransport
     ) -> None:
-        self._transport, self._telemetry = transport, telemetry
+        self._transport = transport
+        self._telemetry = telemetry
         self.in_flight = 0
         self.use(options, times)
 
     def use(self, options: OverflowSettings, times: UpstreamSettings) -> None:
-        self._options, self._times, self.name = options, times, options.shown_name
+        """Take over settings, for requests from now on."""
+        self._options = options
+        self._times = times
+        self.name = options.shown_name
         self._breaker = Breaker(times.breaker)
         self._limit_name = LIMIT
-        self._replica = OverflowServer(self.name, TierSpec(TierName(OVERFLOW), 0, 0, options.max_in_flight, replicas=0))
+        tier = TierSpec(TierName(OVERFLOW), 0, 0, max_in_flight=options.max_in_flight, replicas=0)
+        self._replica = OverflowServer(self.name, tier)
 
     async def open(self, request: EngineRequest, sequences: int, sent_at: float) -> EngineAnswer:
         """Return an answer that has begun; ``sent_at``: when it was first sent, by the monotonic clock.
@@ -218,7 +262,9 @@ class OverflowClient:
             PausedError: It has failed lately.
             UpstreamError: It did not begin an answer.
         """
-        options, breaker, now = self._options, self._breaker, time.monotonic()
+        options = self._options
+        breaker = self._breaker
+        now = time.monotonic()
         content = body_for(request, options.model, self._limit_name)
         if content is None:
             raise UnsupportedError("a parameter that only the fleet's engines understand")
@@ -228,7 +274,7 @@ class OverflowClient:
             raise PausedError(f"it has failed; it gets requests again in {breaker.admits_in_s(now):.1f} s")
         probe = breaker.begin(now)
         try:
-            answer = await self._begun_with_either_limit(request, content, sequences, sent_at)
+            answer = await self._begin_with_either_limit(request, content, sequences=sequences, sent_at=sent_at)
         except EngineRefusedError:
             breaker.given_up(probe=probe)
             raise
@@ -241,70 +287,74 @@ class OverflowClient:
         breaker.succeeded(probe=probe)
         return answer
 
-    async def _begun_with_either_limit(
-        self, request: EngineRequest, content: bytes, sequences: int, sent_at: float
+    async def _begin_with_either_limit(
+        self, request: EngineRequest, content: bytes, *, sequences: int, sent_at: float
     ) -> EngineAnswer:
-        """Send a request; once more with the limit's other name if that is refused. The name that is taken is kept."""
+        """Send a request; if its limit's name is refused, send it again with the other name, and keep that if it works."""
         other_name = OLDER_LIMIT if self._limit_name == LIMIT else LIMIT
         try:
-            return await self._begun(request, content, sequences, sent_at)
+            return await self._begin(request, content, sequences=sequences, sent_at=sent_at)
         except RefusedThereError as refused:
-            other = body_for(request, self._options.model, other_name)
-            if other is None or other == content or self._limit_name.encode() not in refused.body:
+            other_content = body_for(request, self._options.model, other_name)
+            if other_content is None or other_content == content or self._limit_name.encode() not in refused.body:
                 raise
-            first = without_trace(refused)
+            first_refusal = without_trace(refused)
         try:
-            answer = await self._begun(request, other, sequences, sent_at)
+            answer = await self._begin(request, other_content, sequences=sequences, sent_at=sent_at)
         except RefusedThereError:
-            raise first from None  # the name was not what is wrong
+            raise first_refusal from None  # something else than the limit's name is wrong
         finally:
-            del first  # its trace leads here
+            del first_refusal  # break the reference cycle between the exception and this frame
         self._limit_name = other_name
         return answer
 
-    async def _begun(self, request: EngineRequest, content: bytes, sequences: int, sent_at: float) -> EngineAnswer:
+    async def _begin(self, request: EngineRequest, content: bytes, *, sequences: int, sent_at: float) -> EngineAnswer:
         """Send a request; its place, its connection and its span end with it unless an answer is returned."""
-        options, times = self._options, self._times
+        options = self._options
+        times = self._times
         self.in_flight += 1
-        hold = OverflowHold(self._replica, sequences, self._freed)
+        hold = OverflowHold(self._replica, sequences, self._give_place_back)
         hop = Hop(
-            request.operation, options.model, options.url, time.monotonic(),
-            overflow=self.name, streamed=request.streamed,
-        )  # fmt: skip
+            operation=request.operation,
+            model=options.model,
+            url=options.url,
+            began=time.monotonic(),
+            overflow=self.name,
+            streamed=request.streamed,
+        )
         self._telemetry.start(hop, request.parameters)
         limit_s = options.first_token_timeout_s if request.streamed else times.answer_timeout_s
-        body: Body | None = None
         limits = {"connect": times.connect_timeout_s, "pool": times.connect_timeout_s, "read": limit_s}
+        body: Body | None = None
         try:
             body = await self._transport.send(*self._post(request, content), limits)
             if body.status != httpx.codes.OK:
-                said, later = await body_of(body, MAX_ERROR_BYTES), body.header(b"retry-after")
-                error = status_error(body.status, None, later)
-                if isinstance(error, EngineRefusedError):
-                    error = RefusedThereError(_codes_of(body.status, said), body.status, said)
-                raise error  # noqa: TRY301  one place ends the attempt
-            begun = Attempt(
-                tier=TierName(OVERFLOW), lease=hold, body=body, hop=hop, sent_at=sent_at,
-                token_timeout_s=times.token_timeout_s, silence_timeout_s=times.answer_timeout_s,
-            )  # fmt: skip
-            answer: EngineAnswer = _stream(begun, request) if request.streamed else _WholeAnswer(begun, _FORMAT)
+                raise _error_in(body, await body_of(body, MAX_ERROR_BYTES))  # noqa: TRY301  one place ends the attempt
+            attempt = Attempt(
+                tier=TierName(OVERFLOW),
+                lease=hold,
+                body=body,
+                hop=hop,
+                token_timeout_s=times.token_timeout_s,
+                silence_timeout_s=times.answer_timeout_s,
+                sent_at=sent_at,
+            )
+            answer = _stream(attempt, request) if request.streamed else _BufferedOverflowAnswer(attempt, _FORMAT)
             answer.overflow = self.name
             await answer.begin()
             return answer  # noqa: TRY300  an else block would be far from here
         except BaseException as error:
-            await give_up(error, hold, hop, body, limit_s, streamed=request.streamed)
+            await give_up(error, hold, hop, body=body, limit_s=limit_s, streamed=request.streamed)
             raise
 
-    def _freed(self) -> None:
+    def _give_place_back(self) -> None:
         self.in_flight -= 1
 
     def _post(self, request: EngineRequest, content: bytes) -> tuple[Origin, bytes]:
-        headers = [
-            (b"accept", b"text/event-stream" if request.streamed else b"application/json"),
-            (b"accept-encoding", b"identity"),
-            (b"user-agent", b"qarr"),
-        ]
-        if key := self._options.api_key.get_secret_value():
+        media_type = b"text/event-stream" if request.streamed else b"application/json"
+        headers = [(b"accept", media_type), (b"accept-encoding", b"identity"), (b"user-agent", b"qarr")]
+        key = self._options.api_key.get_secret_value()
+        if key:
             headers.append((b"authorization", b"Bearer " + key.encode("ascii")))
         return json_post(self._options.url + request.path.removeprefix("/v1"), headers, content)
 
@@ -315,18 +365,28 @@ class OverflowClient:
 _CODE = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}").fullmatch
 
 
-def _codes_of(status: int, said: bytes) -> str:
-    """Return what a server says of an error without its words: the status, the error's code, and the member it blames."""
+def _error_in(answer: Body, content: bytes) -> UpstreamError:
+    """Return the error for an answer that is not 200; it has none of the server's words."""
+    error = status_error(answer.status, None, answer.header(b"retry-after"))
+    if isinstance(error, EngineRefusedError):
+        return RefusedThereError(_codes_of(answer.status, content), answer.status, content)
+    return error
+
+
+def _codes_of(status: int, content: bytes) -> str:
+    """Return the codes of a server's error, without its words: the status, the error's code, and the member it blames."""
     try:
-        error = read_json(said)["error"]
+        error = read_json(content)["error"]
         named = [error.get("code"), error.get("param")]
     except (ValueError, KeyError, TypeError, AttributeError):
         named = []
     codes = [code for code in named if isinstance(code, str) and _CODE(code)]
-    return f"HTTP {status} ({', '.join(codes)})" if codes else f"HTTP {status}"
+    if not codes:
+        return f"HTTP {status}"
+    return f"HTTP {status} ({', '.join(codes)})"
 
 
-def _stream(begun: Attempt, request: EngineRequest) -> EngineStream:
-    answer = EngineStream(begun, request)
+def _stream(attempt: Attempt, request: EngineRequest) -> EngineStream:
+    answer = EngineStream(attempt, request)
     answer.continuable = False
     return answer

@@ -16,14 +16,14 @@ from router.upstream.sse import Chunk
 
 
 class Point(NamedTuple):
-    """A point in an answer where its text is known: so many tokens have so many characters, and end no character halfway."""
+    """A point in an answer where its text is known: its first ``tokens`` tokens are ``characters`` characters."""
 
     tokens: int
     characters: int
 
 
 BEGINNING = Point(0, 0)
-_no_ids = partial(array, "I")  # 4 bytes a token
+_no_ids = partial(array, "I")  # an empty array, of 4 bytes a token
 
 
 @dataclass(slots=True)
@@ -33,22 +33,32 @@ class Progress:
     As vLLM's ``v1/engine/detokenizer.py`` works, an engine keeps a fixed number of characters back while they may begin a
     stop string. So each chunk of text also tells how long the text of all tokens is by then, and once so many characters
     more have come, that text itself is known. A token that comes alone and with text has ended a character.
+
+    Attributes:
+        held_back: Characters that an engine keeps back.
+        prompt_ids: The prompt as the engine read it; empty for as long as it is not known.
+        output_ids: Ids of all tokens that came.
+        told: Characters that came.
+        finish_reason: Why the answer ended; None: it is not known yet.
+        continuable: Whether what came so far can be continued.
+        counted: Whether the engine has told the tokens of all that came.
+        silent: Tokens that came alone and without any text, by their number: parts of characters, and special ones.
+        begun: Where the engine that computes has begun.
     """
 
-    held_back: int = 0  # characters that an engine keeps back
-    # the prompt as the engine read it; empty for as long as it is not known
+    held_back: int = 0
     prompt_ids: array[int] = field(default_factory=_no_ids)
-    output_ids: array[int] = field(default_factory=_no_ids)  # of all tokens that came
-    told: int = 0  # characters that came
-    finish_reason: str | None = None  # once it is known
-    continuable: bool = True  # whether what came so far can be continued
-    counted: bool = True  # whether the engine has told the tokens of all that came
-    # tokens that came alone and without any text, by their number: parts of characters, and special ones
+    output_ids: array[int] = field(default_factory=_no_ids)
+    told: int = 0
+    finish_reason: str | None = None
+    continuable: bool = True
+    counted: bool = True
     silent: list[int] = field(default_factory=list)
-    begun: Point = BEGINNING  # where the engine that computes has begun
+    begun: Point = BEGINNING
     _written: StringIO = field(default_factory=StringIO)
-    _points: list[tuple[int, int]] = field(default_factory=partial(list, (BEGINNING,)))  # as ``Point``
-    _spoken: bool = False  # the engine that computes has sent text
+    # Tokens and characters as in ``Point``, from the last known point on: plain tuples, for one is made for each token.
+    _points: list[tuple[int, int]] = field(default_factory=partial(list, (BEGINNING,)))
+    _has_text: bool = False  # whether the engine that computes has sent text
 
     @property
     def text(self) -> str:
@@ -56,41 +66,63 @@ class Progress:
 
     @property
     def point(self) -> Point:
+        """Return the last point whose text is known."""
         return Point(*next(point for point in reversed(self._points) if point[1] <= self.told))
 
     @property
     def settled(self) -> bool:
-        """Tell whether nothing is kept back at the last such point, and all that came was the text up to there."""
-        return self.point.characters == self.told and not (self.held_back and self._spoken)
+        """Tell whether all that came is the text up to the last known point, and nothing is kept back there."""
+        keeps_text_back = self.held_back > 0 and self._has_text
+        return self.point.characters == self.told and not keeps_text_back
 
     def note(self, chunks: Iterable[Chunk]) -> None:
-        points, output_ids = self._points, self.output_ids
+        """Note what came, in order.
+
+        It costs for each token, so a chunk that holds text and nothing else is noted here without further calls.
+        """
+        points = self._points
+        output_ids = self.output_ids
         for chunk in chunks:
-            if chunk.prompt_ids and not self.prompt_ids:  # what another engine continues from is no prompt
-                self.prompt_ids = array("I", chunk.prompt_ids)
-            if chunk.finish_reason is not None:
-                self.finish_reason = chunk.finish_reason
-            text, token_ids = chunk.text, chunk.token_ids
-            if chunk.other:  # not text that could be continued
-                self.close(counted=bool(token_ids))
-            alone = len(token_ids) == 1
+            if chunk.prompt_ids or chunk.finish_reason is not None or chunk.other:
+                self._note_besides_text(chunk)
+            token_ids = chunk.token_ids
             output_ids.extend(token_ids)
+            is_single_token = len(token_ids) == 1
+            text = chunk.text
             if text:
                 while len(points) > 1 and points[1][1] <= self.told:
                     del points[0]
                 self._written.write(text)
                 self.told += len(text)
-                self._spoken = True
-                if alone:
+                self._has_text = True
+                if is_single_token:
                     points.append((len(output_ids), self.told + self.held_back))
                 elif not token_ids:
                     self.close(counted=False)
-            elif alone and (self._spoken or not self.held_back):
-                self.silent.append(len(output_ids) - 1)
+            elif is_single_token:
+                self._note_token_without_text()
+
+    def _note_besides_text(self, chunk: Chunk) -> None:
+        """Note the prompt and the end of the answer, and output that could not be continued as text can."""
+        if chunk.prompt_ids and not self.prompt_ids:  # the prompt of a continuation holds the answer so far
+            self.prompt_ids = array("I", chunk.prompt_ids)
+        if chunk.finish_reason is not None:
+            self.finish_reason = chunk.finish_reason
+        if chunk.other:
+            self.close(counted=bool(chunk.token_ids))
+
+    def _note_token_without_text(self) -> None:
+        """Note that the last token has no text, unless that may be text which is kept back."""
+        if self._has_text or not self.held_back:
+            self.silent.append(len(self.output_ids) - 1)
 
     def close(self, *, counted: bool) -> None:
-        """Note that what came cannot be continued: no text, or of unknown tokens; ``counted``: these were told."""
-        self.continuable, self.counted = False, self.counted and counted
+        """Note that the answer can no longer be continued: it holds other output than text, or text of unknown tokens.
+
+        ``counted``: the engine has told the tokens of that output.
+        """
+        self.continuable = False
+        self.counted = self.counted and counted
 
     def rest_at(self, tokens: int, text: str) -> None:
         """Go back, or on, to where the text of so many tokens is known; another engine begins there."""
@@ -98,31 +130,53 @@ class Progress:
         self._written = StringIO()
         self.told = self._written.write(text)
         self.begun = Point(tokens, len(text))
-        self._points, self.silent, self._spoken = [self.begun], [], False
+        self._points = [self.begun]
+        self.silent = []
+        self._has_text = False
 
     def stop_at(self, characters: int) -> None:
         """End the answer with the token that completed a stop string; those after it were computed for nothing."""
-        last = next((tokens for tokens, told in self._points if told >= characters), len(self.output_ids))
-        del self.output_ids[last:]
+        tokens_to_keep = len(self.output_ids)
+        for tokens, characters_so_far in self._points:
+            if characters_so_far >= characters:
+                tokens_to_keep = tokens
+                break
+        del self.output_ids[tokens_to_keep:]
         self.finish_reason = "stop"
 
     @property
     def usage(self) -> dict[str, int]:
         """Return the token counts, as an engine gives them; empty where the engine did not tell all of its tokens."""
-        prompt, output = len(self.prompt_ids), len(self.output_ids)
-        counts = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
-        return counts if prompt and self.counted else {}
+        prompt_tokens = len(self.prompt_ids)
+        if not prompt_tokens or not self.counted:
+            return {}
+        output_tokens = len(self.output_ids)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": output_tokens,
+            "total_tokens": prompt_tokens + output_tokens,
+        }
 
 
 class Continuable(Struct, frozen=True):
-    max_tokens: int | None  # output tokens in all; None: as many as the context leaves
-    sampling: Mapping[str, Any]  # members of a completion's body that say how tokens are chosen
-    priority: int  # for vLLM's scheduler, lower first
+    """What a request says of its answer's continuation.
+
+    Attributes:
+        max_tokens: Output tokens in all; None: as many as the context leaves.
+        sampling: Members of a completion's body that say how tokens are chosen.
+        priority: For vLLM's scheduler, lower first.
+    """
+
+    max_tokens: int | None
+    sampling: Mapping[str, Any]
+    priority: int
 
     @property
     def stops(self) -> tuple[str, ...]:
-        given = self.sampling.get("stop") or ()
-        return (given,) if isinstance(given, str) else tuple(s for s in given if isinstance(s, str) and s)
+        stop = self.sampling.get("stop") or ()
+        if isinstance(stop, str):
+            return (stop,)
+        return tuple(string for string in stop if isinstance(string, str) and string)
 
     @property
     def includes_stop(self) -> bool:
@@ -133,7 +187,8 @@ class Continuable(Struct, frozen=True):
         """Return the characters that an engine keeps back, as they may begin a stop string."""
         if not self.sampling.get("stop") or self.includes_stop:
             return 0
-        return max(map(len, self.stops), default=1) - 1
+        longest_stop = max(map(len, self.stops), default=1)
+        return longest_stop - 1
 
     @property
     def min_tokens(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 log = logging.getLogger(f"qarr.{__name__}")
-LOOKUP_S = 1.0  # for which a connection waits for a new look at a name whose addresses are known
+LOOKUP_S = 1.0  # a connection to a name whose addresses are known waits no longer for a new lookup
 AddressInfo = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]  # as ``socket.getaddrinfo`` returns it
 
 
@@ -19,10 +19,10 @@ class _Name:
     """What is known of one name.
 
     Attributes:
-        addresses: Found last; none: the name was never resolved, or it exists without an address.
-        lookup: The look at it that is under way; all who ask meanwhile share it.
-        fault: Why the last look failed; None: it did not.
-        is_stale: Whether the last addresses stay in use because looks at it fail or take long.
+        addresses: Result of the last lookup; none: the name was never resolved, or it exists without an address.
+        lookup: The lookup that is under way; all who ask meanwhile share it.
+        fault: Why the last lookup failed; None: it did not.
+        is_stale: Whether the last addresses stay in use because lookups fail or take long.
     """
 
     addresses: tuple[AddressInfo, ...] = ()
@@ -50,18 +50,19 @@ class Resolver:
             name.lookup = asyncio.create_task(self._look_up(host, port, name), name=f"resolving {host}")
         if name.is_stale and name.addresses:
             return name.addresses
-        await asyncio.wait({name.lookup}, timeout=LOOKUP_S if name.addresses else None)
-        if name.addresses and (name.fault is not None or name.lookup is not None):
-            name.is_stale = True
-            why = name.fault.strerror if name.fault is not None else f"no answer within {LOOKUP_S:g} s"
-            log.warning("%s does not resolve (%s): its last addresses stay in use", host, why)
+        limit_s = LOOKUP_S if name.addresses else None
+        await asyncio.wait({name.lookup}, timeout=limit_s)
         if not name.addresses:
             raise name.fault or socket.gaierror(socket.EAI_NONAME, "it has no address")
+        if name.fault is not None or name.lookup is not None:
+            name.is_stale = True
+            why = f"no answer within {LOOKUP_S:g} s" if name.fault is None else name.fault.strerror
+            log.warning("%s does not resolve (%s): its last addresses stay in use", host, why)
         return name.addresses
 
     async def _look_up(self, host: str, port: int, name: _Name) -> None:
         try:
-            found = await self._lookup(host, port)
+            addresses = await self._lookup(host, port)
         except socket.gaierror as error:
             name.fault = error
             if error.errno == socket.EAI_NODATA:
@@ -69,7 +70,7 @@ class Resolver:
         except (OSError, UnicodeError) as error:  # UnicodeError: no name at all, such as one with an empty label
             name.fault = socket.gaierror(socket.EAI_NONAME, str(error))
         else:
-            name.addresses = tuple(found)
+            name.addresses = tuple(addresses)
             name.fault = None
             if name.is_stale:
                 log.info("%s resolves again", host)

@@ -41,8 +41,9 @@ def _overflow_address(url: str) -> str:
     if not url.isascii():
         raise ValueError(f"a host's name is written in ASCII (xn--...); {allowed}")
     base = url.rstrip("/")
-    if wrong := wrong_with(base.removesuffix("/v1")):
-        raise ValueError(f"{wrong}; {allowed}")
+    objection = wrong_with(base.removesuffix("/v1"))
+    if objection:
+        raise ValueError(f"{objection}; {allowed}")
     if base.endswith("/completions"):
         raise ValueError(f"the path of an endpoint does not belong here; {allowed}")
     address = urlsplit(url)
@@ -87,4 +88,6 @@ class OverflowSettings(Section, reloads=AllBut()):
 
     @property
     def shown_name(self) -> str:
-        return self.name or urlsplit(self.url).hostname or "" if self.url else ""
+        if not self.url:
+            return ""
+        return self.name or urlsplit(self.url).hostname or ""

@@ -12,11 +12,13 @@ from msgspec import Meta, Struct
 
 from router.upstream.errors import EngineBrokeError, without_trace
 
-WholeAnswer = tuple[str | None, Mapping[str, Any]]  # finish reason and token counts, under OpenAI's names
+# Finish reason and token counts of an answer that is not streamed; the counts have OpenAI's names.
+WholeAnswer = tuple[str | None, Mapping[str, Any]]
 
-SEPARATOR, DONE = b"\n\n", b"data: [DONE]"
+SEPARATOR = b"\n\n"
+DONE = b"data: [DONE]"
 COMMENT_END = b"\n"  # no empty line: some clients take one for the end of an event, even after a comment
-MAX_EVENT_BYTES = 1 << 24  # of one event: enough for the token ids of a prompt of two million tokens
+MAX_EVENT_BYTES = 1 << 24  # enough for the token ids of a prompt of two million tokens
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 NOT_A_CHUNK = "the engine's stream holds something that is not a chunk"
 
@@ -53,189 +55,266 @@ class _WholeChoice(Struct):
     text: str | None = None
 
 
-class _WholeAnswer(Struct):
+class _Completion(Struct):
     choices: Annotated[list[_WholeChoice], Meta(min_length=1)]
     usage: _Usage
 
 
 _INVALID = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_PLAIN = {"role", "content"}  # members of a delta with nothing but the answer's text
-_TEXTS = {"content", "reasoning", "reasoning_content"}  # members of a delta that are texts
-_EVENT, _WHOLE_ANSWER = msgspec.json.Decoder(_Event), msgspec.json.Decoder(_WholeAnswer)
+_MEMBERS_WITH_TEXT = {"content", "reasoning", "reasoning_content"}
+_MEMBERS_OF_PLAIN_TEXT = {"role", "content"}  # a delta with these alone holds nothing but the answer's text
+_EVENT = msgspec.json.Decoder(_Event)
+_COMPLETION = msgspec.json.Decoder(_Completion)
 
 
 def cached_tokens_of(usage: Mapping[str, Any]) -> int | None:
     """Return the prompt tokens found in the prefix cache; None: the engine does not tell (``prompt_tokens_details``)."""
     details = usage.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return cached if isinstance(cached, int) and cached >= 0 else None
+    if not isinstance(details, dict):
+        return None
+    cached_tokens = details.get("cached_tokens")
+    if isinstance(cached_tokens, int) and cached_tokens >= 0:
+        return cached_tokens
+    return None
 
 
 class Chunk(Struct, frozen=True):
-    """One event of a stream, read once. A completion's and a chat's chunks look the same here."""
+    """One event of a stream, read once. A completion's and a chat's chunks look the same here.
 
-    raw: bytes = b""  # the event as it came, without the empty line after it; empty for a chunk that failover has made
-    text: str = ""  # of the answer
-    # of the tokens computed for it, where they were asked for; their text may come with a later chunk
+    Attributes:
+        raw: The event as it came, without the empty line after it; empty for a chunk that failover has made.
+        text: Text of the answer.
+        token_ids: Ids of the tokens that were computed for the event, where they were asked for. Their text may come with a
+            later event.
+        prompt_ids: Ids of the prompt's tokens, where the engine sends them with this event.
+        finish_reason: Why a choice has ended; None: none has.
+        stop_reason: What stopped it, in the engine's words: a string, a token id or None.
+        other: Whether the event holds output that is not the answer's text: reasoning, or a tool call.
+        usage: The event's token counts, under OpenAI's names; None: it has none.
+        choice: Whether the event has a choice; the one with the final token counts has none.
+        blank: Whether its choice has an empty delta.
+        last: Whether it ends the stream, as ``[DONE]`` does where streams end with that.
+    """
+
+    raw: bytes = b""
+    text: str = ""
     token_ids: Sequence[int] = ()
-    prompt_ids: Sequence[int] = ()  # of the prompt, where the engine tells them with it
-    finish_reason: str | None = None  # of the choice that has ended; None: none has
-    stop_reason: Any = None  # what stopped it, as the engine says it: a string, a token id or None
-    other: bool = False  # it holds something that is not the answer's text: reasoning, or a tool call
-    usage: Mapping[str, Any] | None = None  # the token counts that it holds, under OpenAI's names; None: it holds none
-    choice: bool = False  # it has a choice; the chunk with token counts has none
-    blank: bool = False  # its choice says nothing at all
-    last: bool = False  # it ends the stream, as ``[DONE]`` does where streams end with that
+    prompt_ids: Sequence[int] = ()
+    finish_reason: str | None = None
+    stop_reason: Any = None
+    other: bool = False
+    usage: Mapping[str, Any] | None = None
+    choice: bool = False
+    blank: bool = False
+    last: bool = False
 
 
 def parse_event(raw: bytes) -> Chunk:
-    """Read one event of a stream; ``EngineBrokeError``: it is no chunk of an answer, or tells of an error."""
+    """Read one event of a stream; ``EngineBrokeError``: it is no chunk of an answer, or tells of an error.
+
+    It runs for each token, so the ordinary event is read here without further calls, and the rare ones by helpers.
+    """
     if not raw.startswith(b"data:"):
-        return Chunk(raw)  # comments keep connections alive
+        return Chunk(raw)  # a comment, which keeps connections alive
     try:
         if not raw.isascii():
             raw.decode()
         event = _EVENT.decode(raw[5:])
     except _INVALID:
-        raise EngineBrokeError(NOT_A_CHUNK) from None  # its own words quote the engine's
+        raise EngineBrokeError(NOT_A_CHUNK) from None  # the decoder's message quotes the event
+    choices = event.choices
+    if event.error is not None or not choices:
+        return _parse_event_without_choice(raw, event)
+    choice = choices[0]
+    finish_reason = choice.finish_reason or None
+    if len(choices) > 1:
+        finish_reason = _first_finish_reason(choices)
+    usage = None
+    if event.usage is not None:
+        usage = msgspec.structs.asdict(event.usage)
+    text = choice.text
+    has_other_output = False
+    is_blank = False
+    delta = choice.delta
+    if delta is not None:
+        is_blank = not delta
+        text = delta.get("content")
+        if type(text) is not str or len(delta) > 1:
+            text, has_other_output = _read_delta(delta)
+    return Chunk(
+        raw=raw,
+        text=text or "",
+        token_ids=choice.token_ids or (),
+        prompt_ids=event.prompt_token_ids or choice.prompt_token_ids or (),
+        finish_reason=finish_reason,
+        stop_reason=choice.stop_reason,
+        other=has_other_output,
+        usage=usage,
+        choice=True,
+        blank=is_blank,
+    )
+
+
+def _parse_event_without_choice(raw: bytes, event: _Event) -> Chunk:
+    """Read an event that has token counts at most; ``EngineBrokeError``: it tells of an error, or is no chunk."""
     if event.error is not None:
         raise EngineBrokeError("the engine reported an error in its stream")
-    choices, usage = event.choices, None if event.usage is None else msgspec.structs.asdict(event.usage)
-    if choices is None:
+    if event.choices is None:
         raise EngineBrokeError(NOT_A_CHUNK)
-    if not choices:
-        return Chunk(raw, usage=usage, prompt_ids=event.prompt_token_ids or ())
-    choice, finish_reason = choices[0], choices[0].finish_reason or None
-    if finish_reason is None and len(choices) > 1:
-        finish_reason = next((each.finish_reason for each in choices if each.finish_reason), None)
-    text, other, delta = choice.text, False, choice.delta
-    if delta is not None:
-        text = delta.get("content")
-        if type(text) is not str or (len(delta) > 1 and not delta.keys() <= _PLAIN):
-            text, other = _read_delta(delta)
-    prompt_ids = event.prompt_token_ids or choice.prompt_token_ids or ()
-    return Chunk(
-        raw, text or "", choice.token_ids or (), prompt_ids, finish_reason, choice.stop_reason, other, usage,
-        True, delta == {},
-    )  # fmt: skip
+    usage = None
+    if event.usage is not None:
+        usage = msgspec.structs.asdict(event.usage)
+    return Chunk(raw, usage=usage, prompt_ids=event.prompt_token_ids or ())
+
+
+def _first_finish_reason(choices: Sequence[_Choice]) -> str | None:
+    for choice in choices:
+        if choice.finish_reason:
+            return choice.finish_reason
+    return None
 
 
 def _read_delta(delta: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return the text of the answer that a delta holds, and whether it holds more."""
-    other = False
+    """Return the text of the answer that a delta holds, and whether it holds other output as well."""
+    has_other_output = False
     for name, value in delta.items():
-        if name in _TEXTS and not isinstance(value, str | None):
+        if name in _MEMBERS_WITH_TEXT and not isinstance(value, str | None):
             raise EngineBrokeError(NOT_A_CHUNK)
-        other = other or bool(value and name not in {"content", "role"})
-    return delta.get("content") or "", other
+        if value and name not in _MEMBERS_OF_PLAIN_TEXT:
+            has_other_output = True
+    return delta.get("content") or "", has_other_output
 
 
 def decoded(decoder: msgspec.json.Decoder[Any], text: bytes) -> Any:
     """Decode what an engine says; ``EngineBrokeError``: it is not what the decoder reads."""
     try:
         if not text.isascii():
-            text.decode()  # strings that nobody reads are passed on as well
+            text.decode()  # strings that the decoder skips are passed on as well
         return decoder.decode(text)
     except _INVALID:
         raise EngineBrokeError(NOT_A_CHUNK) from None
 
 
 def read_completion(content: bytes) -> WholeAnswer | None:
+    """Read a completion, or a chat's, that is not streamed; None: it is none."""
     try:
-        answer = decoded(_WHOLE_ANSWER, content)
+        completion = decoded(_COMPLETION, content)
     except EngineBrokeError:
         return None
-    if any(choice.message is None and choice.text is None for choice in answer.choices):
+    if any(choice.message is None and choice.text is None for choice in completion.choices):
         return None
-    return answer.choices[0].finish_reason, msgspec.structs.asdict(answer.usage)
+    return completion.choices[0].finish_reason, msgspec.structs.asdict(completion.usage)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    read_event: Callable[[bytes], Chunk]  # reads one event of a stream, as ``parse_event``
-    read_whole: Callable[[bytes], WholeAnswer | None]  # reads an answer that is not streamed, as ``read_completion``
-    usual: Callable[[bytes], object]  # matches an event as vLLM writes it; others are written anew
-    done: bytes = b""  # an event that ends a stream and is no chunk; empty: there is none
+    """How the answers of one API are read.
+
+    Attributes:
+        read_event: Reads one event of a stream, as ``parse_event``.
+        read_whole: Reads an answer that is not streamed, as ``read_completion``.
+        usual: Matches an event as vLLM writes it; others are written anew.
+        done: An event that ends a stream and is no chunk; empty: there is none.
+    """
+
+    read_event: Callable[[bytes], Chunk]
+    read_whole: Callable[[bytes], WholeAnswer | None]
+    usual: Callable[[bytes], object]
+    done: bytes = b""
 
 
-COMPLETION_FORMAT = AnswerFormat(parse_event, read_completion, re.compile(rb"data: \{[^\n]*+").fullmatch, DONE)
+COMPLETION_FORMAT = AnswerFormat(
+    read_event=parse_event, read_whole=read_completion, usual=re.compile(rb"data: \{[^\n]*+").fullmatch, done=DONE
+)
 
 
 def written(event: bytes) -> bytes:
     """Return an event, or a comment, with what ends it on the wire."""
-    return event + (COMMENT_END if event.startswith(b":") else SEPARATOR)
+    if event.startswith(b":"):
+        return event + COMMENT_END
+    return event + SEPARATOR
 
 
 class EventParser:
-    """Takes an engine's stream in parts, cut anywhere, and gives its events up to the last one."""
+    """Takes an engine's stream in parts, cut anywhere, and gives its events up to the last one.
 
-    __slots__ = ("_buffer", "_cut", "_done", "_fault", "_read", "_usual", "ended", "over")
+    Attributes:
+        over: Whether the last event has come.
+        ended: Whether no further part is read, because of the last event or of a fault.
+    """
+
+    __slots__ = ("_buffer", "_done", "_ends_in_cr", "_fault", "_is_usual", "_read_event", "ended", "over")
 
     def __init__(self, answers: AnswerFormat = COMPLETION_FORMAT) -> None:
-        self._usual, self._read, self._done = answers.usual, answers.read_event, answers.done
-        self._buffer = bytearray()
-        self._cut = False  # the last part ended between a carriage return and its line feed
-        self.over = False  # whether the last event has come
-        self.ended = False  # whether no further part is read: the last event has come, or a fault
+        self._is_usual = answers.usual
+        self._read_event = answers.read_event
+        self._done = answers.done or None
+        self._buffer = bytearray()  # the beginning of an event whose end has not come
+        self._ends_in_cr = False  # whether the last part ended in a carriage return, whose line feed may follow
         self._fault: EngineBrokeError | None = None
+        self.over = False
+        self.ended = False
 
-    def feed(self, data: bytes) -> list[Chunk]:
-        """Return the events that have come to their end, in order; a fault after them is raised by ``check``."""
-        found: list[Chunk] = []
+    def parse(self, data: bytes) -> list[Chunk]:
+        """Return the events that a part of the stream completes, in order; a fault after them is raised by ``check``.
+
+        It runs for each token, so the usual part, of whole events in vLLM's form, passes through it without further calls.
+        """
+        chunks: list[Chunk] = []
         if self.ended:
-            return found
-        usual, read, done = self._usual, self._read, self._done
+            return chunks
         try:
-            if self._cut or b"\r" in data:
-                data = self._line_feeds(data)
+            if self._ends_in_cr or b"\r" in data:
+                data = self._with_line_feeds(data)
             if self._buffer or not data.endswith(SEPARATOR):
-                data = self._whole_events(data)
-            for given in data.split(SEPARATOR):
-                if not given:
-                    continue
-                event = given if given == done or usual(given) else canonical(given, named=not done)
-                if not event:
-                    continue
-                self.over = event == done
-                if not self.over:
-                    chunk = read(event)
-                    found.append(chunk)
+                data = self._take_whole_events(data)
+            for text in data.split(SEPARATOR):
+                event = text
+                if text and text != self._done and not self._is_usual(text):
+                    event = canonical(text, named=self._done is None)
+                if event == self._done:
+                    self.over = True
+                elif event:
+                    chunk = self._read_event(event)
+                    chunks.append(chunk)
                     self.over = chunk.last
                 if self.over:
                     self.ended = True
                     break
         except EngineBrokeError as error:
-            self.ended, self._fault = True, without_trace(error)
-        return found
+            self.ended = True
+            self._fault = without_trace(error)
+        return chunks
 
-    def _whole_events(self, data: bytes) -> bytes:
-        """Return the events that end in a part, with what came of the first one before; keep the rest."""
+    def _take_whole_events(self, data: bytes) -> bytes:
+        """Return the events that end in a part, with the buffered beginning of the first one; buffer what follows them."""
         buffer = self._buffer
-        whole = SEPARATOR in buffer[-1:] + data
+        has_end = SEPARATOR in buffer[-1:] + data
         buffer += data
-        if not whole:
+        if not has_end:
             if len(buffer) > MAX_EVENT_BYTES:
                 raise EngineBrokeError(f"the engine's stream holds an event of over {MAX_EVENT_BYTES} bytes")
             return b""
-        whole_events, _, rest = bytes(buffer).rpartition(SEPARATOR)
-        self._buffer = bytearray(rest)
+        whole_events, _, unfinished_event = bytes(buffer).rpartition(SEPARATOR)
+        self._buffer = bytearray(unfinished_event)
         return whole_events
 
-    def _line_feeds(self, data: bytes) -> bytes:
+    def _with_line_feeds(self, data: bytes) -> bytes:
         """Return a part whose lines end with line feeds alone; JSON holds no carriage return."""
-        if self._cut:
+        if self._ends_in_cr:
             data = data.removeprefix(b"\n")
-        self._cut = data.endswith(b"\r")
+        self._ends_in_cr = data.endswith(b"\r")
         return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
     def check(self) -> None:
-        """Raise the fault that follows what was returned, once."""
-        fault, self._fault = self._fault, None
+        """Raise the fault that follows the events that were returned, once."""
+        fault = self._fault
+        self._fault = None
         try:
             if fault is not None:
                 raise fault
         finally:
-            del fault  # its trace leads here
+            del fault  # break the reference cycle between the exception and this frame
 
 
 def canonical(event: bytes, *, named: bool) -> bytes:
@@ -244,16 +323,21 @@ def canonical(event: bytes, *, named: bool) -> bytes:
     Events may have comments, ids and several lines of data, with or without a space after the colon (WHATWG HTML, section
     9.2.6). A line break within JSON is white space. Comments alone are kept, for they keep connections alive.
     """
-    name, data, comments = b"", [], []
+    name = b""
+    data_lines: list[bytes] = []
+    comments: list[bytes] = []
     for line in event.removeprefix(b"\xef\xbb\xbf").split(b"\n"):
         field, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
         if field == b"data":
-            data.append(value.strip())
+            data_lines.append(value.strip())
         elif field == b"event":
             name = value
         elif not field and value:
             comments.append(b": " + value)
-    if not any(data):
+    if not any(data_lines):
         return b"\n".join(comments)
-    return (b"event: " + name + b"\n" if named and name else b"") + b"data: " + b" ".join(data)
+    data = b"data: " + b" ".join(data_lines)
+    if named and name:
+        return b"event: " + name + b"\n" + data
+    return data

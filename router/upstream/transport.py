@@ -20,7 +20,7 @@ from enum import Enum
 from functools import lru_cache, partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import httptools
 import httpx
@@ -31,17 +31,19 @@ from router.upstream.resolver import AddressInfo, Resolver
 from tiers.errors import TrustError
 from tiers.trust import client_context, why_untrusted
 
-READ_BUFFER_BYTES = 1 << 15  # of an answer that nobody has read yet: with more than that, the socket is not read
-MAX_HEAD_BYTES = 1 << 16  # of an answer's status line and headers, informational ones included
+READ_BUFFER_BYTES = 1 << 15  # while more than that of an answer waits for its reader, the socket is not read
+MAX_HEAD_BYTES = 1 << 16  # for an answer's status line and headers, informational ones included
 # A connection that was idle for longer is not used again. vLLM closes idle connections after 5 s (uvicorn's default,
 # VLLM_HTTP_TIMEOUT_KEEP_ALIVE); a request that meets the close is sent again, once, if nothing of an answer has come.
 KEEP_ALIVE_S = 4.0
-NEXT_ADDRESS_S = 0.25  # after which the next address of a name is tried as well (RFC 8305, section 5)
-LAST_CHUNK_S = 1.0  # within which the end of a body follows a stream's last event, else its connection is closed
-_SWITCHING_PROTOCOLS, _OK = 101, 200
+NEXT_ADDRESS_S = 0.25  # a name's next address is tried as well after that time (RFC 8305, section 5)
+LAST_CHUNK_S = 1.0  # a connection is closed if the end of a body does not follow a stream's last event within that time
+_SWITCHING_PROTOCOLS = 101
+_OK = 200
 
 Origin = tuple[str, str, int]  # scheme, host, port
 Headers = Sequence[tuple[bytes, bytes]]
+Sink = Callable[[bytes], bool]  # takes a part of a body as it comes; tells whether it takes more now
 
 
 class ConnectionState(Enum):
@@ -51,26 +53,38 @@ class ConnectionState(Enum):
     CLOSED = "closed"
 
 
+# Compared for each token: to look a member up in its class costs as much as two calls (Python 3.11).
+_ENDING = ConnectionState.ENDING
+
+
 class Body(httpx.AsyncByteStream):
     """One answer as it comes: httptools writes it, its reader takes it. Close it, unless it is read to its end.
 
     Reading it raises ``httpx.ReadTimeout`` if nothing comes for as long as ``limit_reads`` says, ``httpx.ReadError`` if the
     connection breaks, and ``httpx.RemoteProtocolError`` if it is closed before the end or what comes is no HTTP.
 
+    It is read in one of two ways. A reader that iterates is woken for each part. One that calls ``pump`` is not: while
+    ``pump`` waits, ``sink`` is set, and ``Connection.data_received`` calls it with each part. Two clear ``sink`` again:
+    ``data_received``, once the sink takes no more, which ``pump`` is woken to see; and ``pump`` itself, whenever its wait
+    ends, also by the end of the answer, a fault or a cancellation.
+
     Attributes:
         parser: httptools' own; None: the request is over.
-        status: 0: the head has not come.
+        status: Status of the answer; 0: its head has not come.
         ends_at_close: Whether the end of the connection is that of the body.
-        parts: Of the body that have come and were not read; ``on_body`` is httptools' callback for them.
-        buffered: Bytes that came and were not read; before the head is whole, those of the head.
-        complete: Whether all has come, at ``ended_at`` (monotonic seconds). ``over``: nothing but the end is to come.
-        reusable: Whether the connection can carry another request then.
+        parts: Parts of the body that have come and were not read; ``on_body`` is httptools' callback for them.
+        buffered: Bytes received but not read; until the head is complete, the bytes of the head.
+        complete: Whether all has come, at ``ended_at`` (monotonic seconds).
+        over: Whether the reader knows that nothing but the end of the body is to come.
+        reusable: Whether the connection can carry another request once the answer is complete.
         fault: Why no more comes; what has come can still be read.
-        sink: Takes parts as they come, in place of a task that would be woken for each; returns whether it takes more.
+        sink: Takes parts as they come; None: they are kept for the reader.
         read_timeout_s: Longest time that one read may wait; None: any.
         patience: Asked when a read has waited that long, with the start of the wait; returns the seconds that it goes on.
         from_sending: Whether that time is counted from when the request was sent, for all reads together.
-        waiting_since: When who waits for more (``waiter``) began to, by the monotonic clock in seconds.
+        waiter: Wakes the reader, while it waits.
+        waiting_since: When the present wait began, by the monotonic clock in seconds.
+        timer: Ends a wait that takes too long.
     """
 
     __slots__ = (
@@ -81,22 +95,29 @@ class Body(httpx.AsyncByteStream):
 
     def __init__(self, connection: Connection, *, head_only: bool, limit_s: float | None) -> None:
         self._connection: Connection | None = connection
-        self.status, self.buffered = 0, 0
+        self._head_only = head_only
+        self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.parts: list[bytes] = []
         self.on_body = self.parts.append
-        self._head_only = head_only
-        self.complete = self.over = self.reusable = self.ends_at_close = False
+        self.buffered = 0
+        self.ends_at_close = False
+        self.over = False
+        self.complete = False
+        self.reusable = False
+        self.ended_at = 0.0
         self.fault: httpx.TransportError | None = None
-        self.sink: Callable[[bytes], bool] | None = None
+        self.sink: Sink | None = None
         self.patience: Callable[[float], float] | None = None
         self.waiter: asyncio.Future[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
-        self.read_timeout_s, self.from_sending, self.waiting_since = limit_s, limit_s is not None, time.monotonic()
-        self.ended_at = 0.0
+        self.read_timeout_s = limit_s
+        self.from_sending = limit_s is not None
+        self.waiting_since = time.monotonic()
         self.parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
 
     async def head(self) -> None:
+        """Wait until the head has come."""
         while not self.status:
             if self.fault is not None:
                 self._raise_fault()
@@ -104,10 +125,15 @@ class Body(httpx.AsyncByteStream):
 
     def header(self, name: bytes) -> str | None:
         """Return the value of a header, by its name in lower case."""
-        return next((value.decode("latin-1") for each, value in self.headers if each.lower() == name), None)
+        for header_name, value in self.headers:
+            if header_name.lower() == name:
+                return value.decode("latin-1")
+        return None
 
     def limit_reads(self, limit_s: float) -> None:
-        self.read_timeout_s, self.from_sending = limit_s, False
+        """Bound each read by itself from now on, in place of the whole answer."""
+        self.read_timeout_s = limit_s
+        self.from_sending = False
         self.stop_timer()
 
     def __aiter__(self) -> Body:
@@ -124,14 +150,19 @@ class Body(httpx.AsyncByteStream):
             if self.fault is not None:
                 self._raise_fault()
             await self._wait()
-        part = b"".join(self.parts)
-        self.parts.clear()
-        self.buffered = 0
+        part = self._take_parts()
         if connection.paused:
             connection.resume_reading()
         return part
 
-    async def pump(self, sink: Callable[[bytes], bool]) -> bool:
+    def _take_parts(self) -> bytes:
+        """Return what has come of the body and was not read."""
+        part = b"".join(self.parts)
+        self.parts.clear()
+        self.buffered = 0
+        return part
+
+    async def pump(self, sink: Sink) -> bool:
         """Let ``sink`` have what comes, as it comes, waking no task for it; False: it takes no more now, True: the end.
 
         ``EngineBrokeError``: the connection failed; ``EngineStalledError``: nothing came in time.
@@ -139,50 +170,59 @@ class Body(httpx.AsyncByteStream):
         connection = self._connection
         while connection is not None:
             if self.parts:
-                part = b"".join(self.parts)
-                self.parts.clear()
-                self.buffered, self.waiting_since = 0, time.monotonic()
+                part = self._take_parts()
+                self.waiting_since = time.monotonic()
                 if not sink(part):
                     return False
             if self.complete:
-                break
-            if isinstance(self.fault, httpx.ReadTimeout):
-                raise EngineStalledError(f"the engine sent no token for {self.read_timeout_s:g} s")
+                return True
             if self.fault is not None:
-                raise EngineBrokeError("the engine's connection broke off") from self.fault
+                self._raise_engine_error(self.fault)
             if connection.paused:
                 connection.resume_reading()
-            self.sink = sink
-            try:
-                await self._wait()
-                if self.sink is None:
-                    return False
-            finally:
-                self.sink = None
+            if not await self._wait_with_sink(sink):
+                return False
         return True
+
+    async def _wait_with_sink(self, sink: Sink) -> bool:
+        """Wait until the answer ends, has a fault, or ``sink`` takes no more; tell whether it does take more."""
+        self.sink = sink
+        try:
+            await self._wait()
+            return self.sink is not None  # ``Connection.data_received`` clears it when it takes no more
+        finally:
+            self.sink = None
+
+    def _raise_engine_error(self, fault: httpx.TransportError) -> NoReturn:
+        if isinstance(fault, httpx.ReadTimeout):
+            raise EngineStalledError(f"the engine sent no token for {self.read_timeout_s:g} s")
+        raise EngineBrokeError("the engine's connection broke off") from fault
 
     async def aclose(self) -> None:
         """Give the connection back, or close it where the answer has not come to its end."""
-        connection, self._connection = self._connection, None
-        self.patience = None  # it leads back to who reads this
+        connection = self._connection
+        self._connection = None
+        self.patience = None  # break the reference cycle with the reader
         if connection is not None:
             connection.release(connection)
 
     async def _wait(self) -> None:
+        """Wait until there is something to read: a part, the end or a fault."""
         loop = asyncio.get_running_loop()
         self.waiter = loop.create_future()
-        if (limit_s := self.read_timeout_s) is not None:
+        limit_s = self.read_timeout_s
+        if limit_s is not None:
             if not self.from_sending:
                 self.waiting_since = time.monotonic()
             if self.timer is None:
-                self.timer = loop.call_later(limit_s, self.look, limit_s)
+                self.timer = loop.call_later(limit_s, self.check_wait, limit_s)
         try:
             await self.waiter
         finally:
             self.waiter = None
 
-    def look(self, limit_s: float) -> None:
-        """End a wait that takes too long; otherwise look again when it would. One timer serves all waits of an answer."""
+    def check_wait(self, limit_s: float) -> None:
+        """End a wait that takes too long; otherwise check again when it would. One timer serves all waits of an answer."""
         self.timer = None
         if self.waiter is None and not self.from_sending:
             return  # the next wait sets it
@@ -190,7 +230,7 @@ class Body(httpx.AsyncByteStream):
         if left_s <= 0 and self.patience is not None:
             left_s = self.patience(self.waiting_since)
         if left_s > 0:
-            self.timer = asyncio.get_running_loop().call_later(left_s, self.look, limit_s)
+            self.timer = asyncio.get_running_loop().call_later(left_s, self.check_wait, limit_s)
         else:
             self.fail(httpx.ReadTimeout(f"no data for {limit_s:g} s"))
 
@@ -200,22 +240,34 @@ class Body(httpx.AsyncByteStream):
             self.timer = None
 
     def wake(self) -> None:
+        """End the reader's wait, if it waits."""
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
     def fail(self, fault: httpx.TransportError) -> None:
+        """Note why no more comes, and let the reader know; a complete answer stays one."""
         if self.fault is None and not self.complete:
             self.fault = fault
         self.reusable = False
         self.wake()
 
+    def drop(self) -> None:
+        """Take no more of the answer, and keep nothing of it; a reader that still waits gets an error."""
+        self.parser = None
+        self.parts.clear()
+        self.stop_timer()
+        if self.waiter is not None:
+            self.fault = httpx.ReadError("the answer was closed")
+            self.wake()
+
     def _raise_fault(self) -> None:
-        fault, self.fault = self.fault, httpx.ReadError("the connection had failed before")
+        fault = self.fault
+        self.fault = httpx.ReadError("the connection had failed before")
         try:
             assert fault is not None
             raise fault
         finally:
-            del fault  # its trace leads here
+            del fault  # break the reference cycle between the exception and this frame
 
     # httptools
 
@@ -226,34 +278,46 @@ class Body(httpx.AsyncByteStream):
             raise httpx.RemoteProtocolError("a second answer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.status:
+        if not self.status:  # otherwise it is a trailer
             self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         assert self.parser is not None
         status = self.parser.get_status_code()
         if self.status or self.fault is not None:
-            return  # of something after the answer, or after an informational head that was too long
+            return  # it belongs to something after the answer, or after an informational head that was too long
         if status < _OK and status != _SWITCHING_PROTOCOLS:
-            self.headers = []
+            self.headers = []  # an informational head: the answer's own follows
             return
-        size, ends_at_close = 0, True
+        size = 0
+        ends_at_close = True
         for name, value in self.headers:
-            size, lower = size + len(name) + len(value), name.lower()
-            if lower == b"content-length" or (lower == b"transfer-encoding" and b"chunked" in value.lower()):
+            size += len(name) + len(value)
+            lower_name = name.lower()
+            is_chunked = lower_name == b"transfer-encoding" and b"chunked" in value.lower()
+            if is_chunked or lower_name == b"content-length":
                 ends_at_close = False
         if size > MAX_HEAD_BYTES:
             self.head_too_long()
             return
-        self.ends_at_close, self.status, self.complete = ends_at_close, status, self._head_only
+        self.ends_at_close = ends_at_close
+        self.status = status
+        self.complete = self._head_only
+
+    def note_head_bytes(self, size: int) -> None:
+        """Count bytes of a head that is not complete; refuse one that is too long."""
+        self.buffered += size
+        if self.buffered > MAX_HEAD_BYTES:
+            self.head_too_long()
 
     def head_too_long(self) -> None:
         self.fail(httpx.RemoteProtocolError(f"the head of the engine's answer is over {MAX_HEAD_BYTES} bytes"))
 
     def on_message_complete(self) -> None:
-        if self.status and not self.complete:  # else an informational answer has ended
+        if self.status and not self.complete:  # otherwise an informational answer has ended
             assert self.parser is not None
-            self.complete, self.reusable = True, self.parser.should_keep_alive()
+            self.complete = True
+            self.reusable = self.parser.should_keep_alive()
             self.ended_at = time.monotonic()  # the engine's time runs from here, whenever the answer is read
 
 
@@ -261,19 +325,23 @@ class Connection(asyncio.Protocol):
     """One connection to an engine; it carries one request at a time.
 
     Attributes:
-        answer: To the present request.
+        answer: The answer to the present request.
         idle_since: When the last answer had come, by the monotonic clock in seconds.
-        paused: The socket is not read, since nobody reads the answer.
-        release: Takes it back once its request has ended; with ``ended`` if that was said before.
+        paused: Whether the socket is not read, since nobody reads the answer.
+        release: Takes the connection back once its request has ended; with ``ended`` if that was said before.
     """
 
     __slots__ = ("_on_lost", "_transport", "answer", "idle_since", "origin", "paused", "release", "state")
 
     def __init__(self, origin: Origin, on_lost: Callable[[Connection], None], release: Callable[..., None]) -> None:
-        self.state, self.origin, self._on_lost, self.release = ConnectionState.IDLE, origin, on_lost, release
-        self.idle_since, self.paused = 0.0, False
-        self.answer: Body | None = None
+        self.origin = origin
+        self.release = release
+        self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
+        self.state = ConnectionState.IDLE
+        self.answer: Body | None = None
+        self.idle_since = 0.0
+        self.paused = False
 
     def send(self, message: bytes, *, head_only: bool, limit_s: float | None = None) -> Body:
         """Send a request on an idle connection; ``limit_s`` is for the whole answer, or until ``Body.limit_reads``.
@@ -288,34 +356,40 @@ class Connection(asyncio.Protocol):
         return self.answer
 
     def rest(self) -> bool:
-        """End a request; return whether the connection can carry another one, else it is closed, unless its end follows."""
-        answer, state = self.answer, self.state
+        """End a request; tell whether the connection can carry another one now.
+
+        Otherwise it is closed, unless nothing but the end of the answer is to come: that is waited for.
+        """
+        answer = self.answer
         if answer is None:
             self.close()
             return False
-        if answer.over and not answer.complete and answer.fault is None and state is ConnectionState.ACTIVE:
-            answer.stop_timer()
-            answer.timer = asyncio.get_running_loop().call_later(LAST_CHUNK_S, self.close)
-            self.state = ConnectionState.ENDING
-            answer.parts.clear()
-            if self.paused:
-                self.resume_reading()
+        state = self.state
+        is_end_to_come = answer.over and not answer.complete and answer.fault is None
+        if is_end_to_come and state is ConnectionState.ACTIVE:
+            self._await_end(answer)
             return False
-        self.answer, self.idle_since = None, answer.ended_at
-        answer.parser = None
-        answer.parts.clear()
-        answer.stop_timer()
-        if answer.waiter is not None:  # somebody still reads
-            answer.fault = httpx.ReadError("the answer was closed")
-            answer.wake()
-        fresh, open_ = time.monotonic() - self.idle_since <= KEEP_ALIVE_S, state is not ConnectionState.CLOSED
-        if answer.complete and answer.reusable and fresh and open_:
+        self.answer = None
+        self.idle_since = answer.ended_at
+        answer.drop()
+        is_open = state is not ConnectionState.CLOSED
+        is_fresh = time.monotonic() - self.idle_since <= KEEP_ALIVE_S
+        if answer.complete and answer.reusable and is_fresh and is_open:
             self.state = ConnectionState.IDLE
             if self.paused:
                 self.resume_reading()
             return True
         self.close()
         return False
+
+    def _await_end(self, answer: Body) -> None:
+        """Wait a short time for the end of a body whose last event was read: then the connection can be used again."""
+        answer.stop_timer()
+        answer.timer = asyncio.get_running_loop().call_later(LAST_CHUNK_S, self.close)
+        self.state = ConnectionState.ENDING
+        answer.parts.clear()
+        if self.paused:
+            self.resume_reading()
 
     def close(self) -> None:
         self.state = ConnectionState.CLOSED
@@ -330,44 +404,53 @@ class Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's does not derive from it
 
-    def data_received(self, data: bytes) -> None:  # noqa: C901, PLR0912  once a token: calls would cost more than this
+    def data_received(self, data: bytes) -> None:
+        """Parse what came of the answer, and give it to its sink, or keep it and wake its reader.
+
+        It runs for each token, so the usual part, of a body that has a sink, passes through it without further calls.
+        """
         answer = self.answer
-        if answer is None or answer.parser is None:  # whatever this is, the next answer would not be the next request's
-            self.close()
+        if answer is None or answer.parser is None:
+            self.close()  # whatever this is, the next request would take it for its answer
             return
         try:
             answer.parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             answer.fail(httpx.RemoteProtocolError(f"the engine's answer is no HTTP ({type(error).__name__})"))
-        if self.state is ConnectionState.ENDING:
-            answer.parts.clear()
-            if answer.fault is not None:
-                self.close()
-            elif answer.complete:
-                self.release(self, ended=True)
+        if self.state is _ENDING:
+            self._note_end(answer)
             return
         if not answer.status:
-            answer.buffered += len(data)
-            if answer.buffered > MAX_HEAD_BYTES:
-                answer.head_too_long()
+            answer.note_head_bytes(len(data))
             return
-        if answer.sink is not None and answer.parts:
+        if answer.parts and answer.sink is not None:
             part = b"".join(answer.parts)
             answer.parts.clear()
             answer.waiting_since = time.monotonic()
             if not answer.sink(part):
-                answer.sink = None
+                answer.sink = None  # so ``Body.pump`` learns of it
             elif not answer.complete:
                 return
         elif answer.parts:
             answer.buffered += len(data)
+        self._pause_if_full(answer)
+        answer.wake()
+
+    def _note_end(self, answer: Body) -> None:
+        """Take the connection back once the end of its body has come, if it has."""
+        answer.parts.clear()
+        if answer.fault is not None:
+            self.close()
+        elif answer.complete:
+            self.release(self, ended=True)
+
+    def _pause_if_full(self, answer: Body) -> None:
+        """Stop reading the socket while too much of an answer waits for its reader."""
         if answer.buffered > READ_BUFFER_BYTES and not self.paused and self._transport is not None:
             self.paused = True
             self._transport.pause_reading()
-        if answer.waiter is not None and not answer.waiter.done():
-            answer.waiter.set_result(None)
 
     def eof_received(self) -> None:
         if self.answer is not None:
@@ -376,7 +459,8 @@ class Connection(asyncio.Protocol):
             self.state = ConnectionState.CLOSED
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.state, answer = ConnectionState.CLOSED, self.answer
+        self.state = ConnectionState.CLOSED
+        answer = self.answer
         if answer is not None and not answer.complete:
             if exc is None and answer.status and answer.ends_at_close:
                 answer.complete = True
@@ -393,7 +477,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
     """Connections to engines, used again one after another.
 
     Of httpx's times (``request.extensions["timeout"]``, in seconds) ``connect``, ``pool`` and ``read`` are kept. Other than
-    there, ``read`` is for the whole answer, unless its reader limits each read (``Body.limit_reads``). Beyond
+    in httpx, ``read`` is for the whole answer, unless its reader limits each read (``Body.limit_reads``). Beyond
     ``max_requests`` at once (0: any number) further ones wait for at most the ``pool`` time. ``ca`` names authorities that
     are trusted besides the system's.
     """
@@ -415,6 +499,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
         return EngineTransport(max_requests, ca=self._ca, resolver=self._resolver)
 
     def allow(self, max_requests: int) -> None:
+        """Raise the bound on requests at once; a lower one changes nothing."""
         if self._slots is not None:
             for _ in range(max_requests - self._max_requests):
                 self._slots.release()
@@ -422,10 +507,10 @@ class EngineTransport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request for one of httpx's clients."""
-        url, headers = request.url, request.headers.raw
-        message = _message(b"%b %b HTTP/1.1" % (request.method.encode("ascii"), url.raw_path), headers, request.read())
+        request_line = b"%b %b HTTP/1.1" % (request.method.encode("ascii"), request.url.raw_path)
+        message = _message(request_line, request.headers.raw, request.read())
         times = request.extensions.get("timeout") or {}
-        answer = await self.send(_origin(url), message, times, head_only=request.method == "HEAD")
+        answer = await self.send(_origin(request.url), message, times, head_only=request.method == "HEAD")
         return httpx.Response(answer.status, headers=answer.headers, stream=answer)
 
     async def send(
@@ -434,45 +519,68 @@ class EngineTransport(httpx.AsyncBaseTransport):
         """Send a request; return once the head of its answer has come. Close the answer.
 
         Raises:
-            httpx.PoolTimeout: As many requests as may be were at work for too long.
+            httpx.PoolTimeout: There were as many requests as are allowed, and none ended in time.
             httpx.ConnectTimeout: No connection was made in time.
-            httpx.ConnectError: None could be made.
+            httpx.ConnectError: No connection could be made.
             httpx.ReadError: The connection broke.
             httpx.ReadTimeout: The head did not come in time.
-            httpx.RemoteProtocolError: It was closed before the answer's end, or what came is no HTTP.
+            httpx.RemoteProtocolError: The connection was closed before the answer's end, or what came is no HTTP.
         """
         if self._closed:
             raise RuntimeError("the transport is closed")
         slots = self._slots
         if slots is not None:
-            await (slots.acquire() if not slots.locked() else self._wait_for_slot(slots, times.get("pool")))
+            if slots.locked():
+                await self._wait_for_slot(slots, times.get("pool"))
+            else:
+                await slots.acquire()
+        read_timeout_s = times.get("read")
         connection: Connection | None = None
-        answer: Body | None = None
         try:
-            kept = connection = self._take_idle(origin)
-            while True:
-                connection = connection or await self._connect(origin, times.get("connect"))
-                try:
-                    answer = connection.send(message, head_only=head_only, limit_s=times.get("read"))
-                    await answer.head()
-                except (httpx.ReadError, httpx.RemoteProtocolError):
-                    heard = answer is not None and (answer.status or answer.buffered)
-                    if connection is not kept or heard or self._closed:
-                        raise
-                    kept.rest()  # it was closed before the request came: any other connection will do
-                    connection = answer = None
-                else:
+            connection = self._take_idle(origin)
+            if connection is not None:
+                answer = await self._send_on_kept(connection, message, head_only=head_only, limit_s=read_timeout_s)
+                if answer is not None:
                     return answer
+                connection = None
+            connection = await self._connect(origin, times.get("connect"))
+            answer = connection.send(message, head_only=head_only, limit_s=read_timeout_s)
+            await answer.head()
         except BaseException:
             if connection is not None:
-                self._connections.discard(connection)
-                connection.rest()
-                connection.close()  # its whole answer may have come, and nobody wants it
+                self._discard(connection)
             if slots is not None:
                 slots.release()
             raise
+        return answer
+
+    async def _send_on_kept(
+        self, connection: Connection, message: bytes, *, head_only: bool, limit_s: float | None
+    ) -> Body | None:
+        """Send a request on a connection that was idle; None: the engine had closed it before the request came.
+
+        Then the request can be sent again: nothing of an answer has come.
+        """
+        answer: Body | None = None
+        try:
+            answer = connection.send(message, head_only=head_only, limit_s=limit_s)
+            await answer.head()
+        except (httpx.ReadError, httpx.RemoteProtocolError):
+            has_answer_begun = answer is not None and (answer.status > 0 or answer.buffered > 0)
+            if has_answer_begun or self._closed:
+                raise
+            connection.rest()
+            return None
+        return answer
+
+    def _discard(self, connection: Connection) -> None:
+        """Close a connection whose request failed or was cancelled: its whole answer may have come, and nobody wants it."""
+        self._connections.discard(connection)
+        connection.rest()
+        connection.close()
 
     async def aclose(self) -> None:
+        """Close all connections; requests that are under way fail."""
         self._closed = True
         for connection in list(self._connections):
             connection.close()
@@ -493,8 +601,8 @@ class EngineTransport(httpx.AsyncBaseTransport):
         connection = idle.pop()
         if connection.state is ConnectionState.IDLE and time.monotonic() - connection.idle_since <= KEEP_ALIVE_S:
             return connection
-        connection.close()  # and so are all before it
-        while idle:
+        connection.close()
+        while idle:  # the ones before it have been idle for longer
             idle.pop().close()
         return None
 
@@ -503,39 +611,41 @@ class EngineTransport(httpx.AsyncBaseTransport):
         options: dict[str, Any] = {}
         if scheme == "https":
             options = {"ssl": self._tls(), "server_hostname": host}
-        make = partial(Connection, origin, self._lost, self._release)
+        make_connection = partial(Connection, origin, self._lost, self._release)
         try:
             async with asyncio.timeout(limit_s):
-                connection = await self._open(make, origin, options)
+                connection = await self._open(make_connection, origin, options)
         except TimeoutError:
-            raise httpx.ConnectTimeout(f"no connection within {limit_s:g} s" if limit_s else "no connection") from None
+            why = f"no connection within {limit_s:g} s" if limit_s else "no connection"
+            raise httpx.ConnectTimeout(why) from None
         except socket.gaierror as error:
             raise httpx.ConnectError("its name cannot be resolved") from error
         except ssl.SSLError as error:
             raise httpx.ConnectError(f"TLS: {why_untrusted(error)}") from error
         except OSError as error:
-            why = "TLS: no handshake" if scheme == "https" and not error.strerror else error.strerror or str(error)
-            raise httpx.ConnectError(why.lower()) from error
+            raise httpx.ConnectError(_why_unreachable(error, scheme).lower()) from error
         self._connections.add(connection)
         if self._closed:
             connection.close()
             raise httpx.ReadError("the transport was closed")
         return connection
 
-    async def _open(self, make: Callable[[], Connection], origin: Origin, options: Mapping[str, Any]) -> Connection:
+    async def _open(
+        self, make_connection: Callable[[], Connection], origin: Origin, options: Mapping[str, Any]
+    ) -> Connection:
         """Connect to the first address of a host that answers: they are tried side by side (RFC 8305)."""
         _, host, port = origin
         loop = asyncio.get_running_loop()
         if _is_address(host):
-            _, connection = await loop.create_connection(make, host, port, **options)
+            _, connection = await loop.create_connection(make_connection, host, port, **options)
             return connection
         addresses = await self._resolver.addresses(host, port)
         # The family that was reached before goes first: otherwise each connection would wait for the other one in vain.
-        last = self._reachable.get(origin)
-        in_order = sorted(addresses, key=lambda address: address[0] != last)
-        sock = await _connect_first(in_order)
+        last_family = self._reachable.get(origin)
+        addresses_in_order = sorted(addresses, key=lambda address: address[0] != last_family)
+        sock = await _connect_first(addresses_in_order)
         self._reachable[origin] = socket.AddressFamily(sock.family)
-        _, connection = await loop.create_connection(make, sock=sock, **options)
+        _, connection = await loop.create_connection(make_connection, sock=sock, **options)
         return connection
 
     def _tls(self) -> ssl.SSLContext:
@@ -548,7 +658,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
         return self._ssl
 
     def _release(self, connection: Connection, *, ended: bool = False) -> None:
-        """Keep a connection for further requests, if it can carry them; ``ended``: its request was over before."""
+        """Keep a connection for further requests, if it can carry them; ``ended``: its slot went back when it was read."""
         if self._slots is not None and not ended:
             self._slots.release()
         if not connection.rest():
@@ -557,11 +667,12 @@ class EngineTransport(httpx.AsyncBaseTransport):
             connection.close()
             return
         self._idle.setdefault(connection.origin, deque()).append(connection)
-        if (now := time.monotonic()) - self._closed_old_at >= KEEP_ALIVE_S:
+        now = time.monotonic()
+        if now - self._closed_old_at >= KEEP_ALIVE_S:
             self._close_old(now)
 
     def _close_old(self, now: float) -> None:
-        """Close connections that are not used again; a host that has vanished closes none itself."""
+        """Close connections that were idle for too long to be used again; a host that has vanished closes none itself."""
         self._closed_old_at = now
         for origin, idle in list(self._idle.items()):
             while idle and now - idle[0].idle_since > KEEP_ALIVE_S:
@@ -581,15 +692,27 @@ class EngineTransport(httpx.AsyncBaseTransport):
 def json_post(url: str, headers: Headers, content: bytes) -> tuple[Origin, bytes]:
     """Return where a POST request with a JSON body goes, and its bytes; ``httpx.LocalProtocolError``: see ``_message``."""
     origin, target, host = _address(url)
-    usual = (b"host", host), (b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))
-    return origin, _message(b"POST %b HTTP/1.1" % target, (*usual, *headers), content)
+    own_headers = (
+        (b"host", host),
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(content)),
+    )
+    return origin, _message(b"POST %b HTTP/1.1" % target, (*own_headers, *headers), content)
+
+
+def _why_unreachable(error: OSError, scheme: str) -> str:
+    if error.strerror:
+        return error.strerror
+    if scheme == "https":
+        return "TLS: no handshake"
+    return str(error)
 
 
 async def _connect_first(addresses: Sequence[AddressInfo]) -> socket.socket:
     """Return a connection to the first address that answers; ``OSError``: none does, its text names none of them."""
     try:
         return await start_connection(addresses, happy_eyeballs_delay=NEXT_ADDRESS_S, interleave=1)
-    except RuntimeError as error:  # uvloop's, for a socket that another attempt has closed meanwhile
+    except RuntimeError as error:  # uvloop raises it for a socket that another attempt has closed meanwhile
         raise OSError(str(error)) from error
     except OSError as error:
         if error.errno is None:
@@ -608,12 +731,14 @@ def _is_address(host: str) -> bool:
 
 @lru_cache(256)
 def _address(url: str) -> tuple[Origin, bytes, bytes]:
-    read = httpx.URL(url)
-    return _origin(read), read.raw_path, read.netloc
+    """Return where a URL leads, its path as a request's target, and its host as a header."""
+    parsed = httpx.URL(url)
+    return _origin(parsed), parsed.raw_path, parsed.netloc
 
 
 def _origin(url: httpx.URL) -> Origin:
-    return url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80)
+    default_port = 443 if url.scheme == "https" else 80
+    return url.scheme, url.host, url.port or default_port
 
 
 def _message(head: bytes, headers: Headers, content: bytes) -> bytes:
@@ -626,14 +751,15 @@ def _message(head: bytes, headers: Headers, content: bytes) -> bytes:
 
 
 async def body_of(body: Body, limit: int | None = None) -> bytes:
-    found: list[bytes] = []
+    """Read an answer's body, and close it; with a limit, no further than the part that exceeds so many bytes."""
+    parts: list[bytes] = []
     size = 0
     try:
         async for part in body:
-            found.append(part)
+            parts.append(part)
             size += len(part)
             if limit is not None and size > limit:
                 break
     finally:
         await body.aclose()
-    return b"".join(found)
+    return b"".join(parts)

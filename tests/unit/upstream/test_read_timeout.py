@@ -62,7 +62,7 @@ async def test_a_cancellation_that_comes_with_the_end_of_the_wait_stays_one() ->
     task = asyncio.create_task(read(connection))
     await asyncio.sleep(0)
     task.cancel()
-    answer_on(connection).look(0.0)
+    answer_on(connection).check_wait(0.0)
     with pytest.raises(asyncio.CancelledError):
         await task
     connection.rest()

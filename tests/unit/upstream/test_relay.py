@@ -189,9 +189,9 @@ async def test_silence_between_plain_events_is_noticed(monkeypatch: pytest.Monke
         reader.connection.data_received(b"%x\r\n%b\r\n" % (len(part), part))
         await until(lambda: answer_on(reader.connection).waiter is not None)
         now += 35
-        answer_on(reader.connection).look(100)
+        answer_on(reader.connection).check_wait(100)
     now += 31
-    answer_on(reader.connection).look(100)
+    answer_on(reader.connection).check_wait(100)
     with pytest.raises(EngineStalledError, match="100 s"):
         await reading
     assert reader.raw.count(b"data: ") == 4

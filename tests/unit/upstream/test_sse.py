@@ -20,11 +20,11 @@ def chunk(number: int) -> Chunk:
 
 def test_what_came_together_is_returned_together() -> None:
     parser = EventParser()
-    assert parser.feed(event(1) + event(2) + event(3)[:2]) == [chunk(1), chunk(2)]
-    assert parser.feed(event(3)[2:-1]) == []
-    assert parser.feed(b"\n: ping\n\n") == [chunk(3), Chunk(b": ping")]
+    assert parser.parse(event(1) + event(2) + event(3)[:2]) == [chunk(1), chunk(2)]
+    assert parser.parse(event(3)[2:-1]) == []
+    assert parser.parse(b"\n: ping\n\n") == [chunk(3), Chunk(b": ping")]
     assert not parser.ended
-    assert parser.feed(DONE + b"\n\n") == [], "the end is no chunk"
+    assert parser.parse(DONE + b"\n\n") == [], "the end is no chunk"
     assert (parser.over, parser.ended) == (True, True)
 
 
@@ -48,7 +48,7 @@ def test_every_writing_of_events_is_read(writing: str) -> None:
     for cut in range(1, len(stream)):
         parser = EventParser()
         found = [
-            each for part in (stream[:cut], stream[cut : cut + 1], stream[cut + 1 :]) for each in parser.feed(part)
+            each for part in (stream[:cut], stream[cut : cut + 1], stream[cut + 1 :]) for each in parser.parse(part)
         ]
         read = [json.loads(each.raw[5:]) for each in found if each.raw.startswith(b"data: {")]
         assert read == [{"choices": [], "n": number} for number in (1, 2)], cut
@@ -58,8 +58,8 @@ def test_every_writing_of_events_is_read(writing: str) -> None:
 
 def test_nothing_after_the_end_is_read() -> None:
     parser = EventParser()
-    assert parser.feed(event(1) + DONE + b"\n\ndata: {nonsense\n\n") == [chunk(1)]
-    assert parser.feed(event(2)) == []
+    assert parser.parse(event(1) + DONE + b"\n\ndata: {nonsense\n\n") == [chunk(1)]
+    assert parser.parse(event(2)) == []
     parser.check()
 
 
@@ -76,7 +76,7 @@ def test_nothing_after_the_end_is_read() -> None:
 def test_what_came_before_a_fault_is_returned_before_it(bad: bytes, fault: str) -> None:
     """A fault is raised once, and nothing after it is read."""
     parser = EventParser()
-    assert [*parser.feed(event(1) + bad[:9]), *parser.feed(bad[9:]), *parser.feed(event(2))] == [chunk(1)]
+    assert [*parser.parse(event(1) + bad[:9]), *parser.parse(bad[9:]), *parser.parse(event(2))] == [chunk(1)]
     assert (parser.ended, parser.over) == (True, False)
     with pytest.raises(EngineBrokeError, match=fault):
         parser.check()
@@ -85,7 +85,7 @@ def test_what_came_before_a_fault_is_returned_before_it(bad: bytes, fault: str) 
 
 def test_an_event_that_comes_in_many_parts_is_whole() -> None:
     parser, whole = EventParser(), event(1) + event(2) + DONE + b"\n\n"
-    assert [each for at in range(len(whole)) for each in parser.feed(whole[at : at + 1])] == [chunk(1), chunk(2)]
+    assert [each for at in range(len(whole)) for each in parser.parse(whole[at : at + 1])] == [chunk(1), chunk(2)]
     assert parser.over
 
 
