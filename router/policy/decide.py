@@ -117,13 +117,13 @@ class _Market(Struct, frozen=True):
     """What is the same for all tiers of a decision.
 
     Attributes:
-        z: The confidence asked for, as a quantile of the normal distribution.
+        confidence_z: The confidence asked for, as a quantile of the normal distribution.
         scarcity: Of engine time, 0..1.
         bound: See ``Choice``.
         sequences: In the fleet, the request's own included.
     """
 
-    z: float
+    confidence_z: float
     scarcity: float
     bound: float | None
     sequences: int
@@ -147,7 +147,7 @@ def _compare_tiers(query: Query, fleet: FleetSnapshot, table: PolicyParameters, 
     return Choice(
         query=query,
         table=table,
-        z=market.z,
+        confidence_z=market.confidence_z,
         scarcity=market.scarcity,
         estimates=tuple(estimates),
         bound=market.bound,
@@ -167,7 +167,7 @@ def _market(query: Query, table: PolicyParameters, offers: Sequence[_Offer]) -> 
     if bound is None:
         bound = table.max_loss.get(query.features.prompt_class)
     return _Market(
-        z=_NORMAL.inv_cdf(confidence),
+        confidence_z=_NORMAL.inv_cdf(confidence),
         scarcity=scarcity_at(table.objective, _taken_share(highest)),
         bound=bound,
         sequences=sequences,
@@ -217,7 +217,7 @@ def _estimate(
     if obstacle is not None:
         state = offer.tier.status
         text = obstacle_text(obstacle, offer.tier, query)
-    is_slow, excess = _lateness(query.sla, best.times, market.z)
+    is_slow, excess = _lateness(query.sla, best.times, market.confidence_z)
     quality = _quality(spec.name, query, table, market=market, is_below_hint=is_below_hint)
     return Estimate(
         tier=spec.name,
@@ -284,15 +284,21 @@ def _obstacle_now(offer: _Offer) -> Obstacle | None:
     """Return why a tier does not serve a request now: for its lasting obstacle, or because none of its replicas takes it."""
     if offer.obstacle is not None or offer.candidate.free:
         return offer.obstacle
-    return Refusal.NOT_READY if offer.candidate.replica is None else Refusal.AT_CAPACITY
+    if offer.candidate.replica is None:
+        return Refusal.NOT_READY
+    return Refusal.AT_CAPACITY
 
 
 def _check_key(spec: TierSpec, query: Query) -> Obstacle | None:
-    return None if query.allows(spec.name) else Refusal.NOT_ALLOWED
+    if query.allows(spec.name):
+        return None
+    return Refusal.NOT_ALLOWED
 
 
 def _check_callers_choice(spec: TierSpec, query: Query) -> Obstacle | None:
-    return None if query.takes(spec) else Refusal.EXCLUDED
+    if query.takes(spec):
+        return None
+    return Refusal.EXCLUDED
 
 
 def _may_turn_out_allowed(spec: TierSpec, query: Query) -> bool:
@@ -301,15 +307,21 @@ def _may_turn_out_allowed(spec: TierSpec, query: Query) -> bool:
 
 
 def _check_adapter(spec: TierSpec, query: Query) -> Obstacle | None:
-    return None if query.adapter in spec.adapters else Refusal.NO_ADAPTER
+    if query.adapter in spec.adapters:
+        return None
+    return Refusal.NO_ADAPTER
 
 
 def _check_draft(spec: TierSpec, _query: Query) -> Obstacle | None:
-    return None if spec.draft is None else Refusal.UNSUPPORTED
+    if spec.draft is None:
+        return None
+    return Refusal.UNSUPPORTED
 
 
 def _check_context(spec: TierSpec, query: Query) -> Obstacle | None:
-    return Refusal.TOO_LONG if query.prompt_tokens + query.max_tokens > spec.max_model_len else None
+    if query.prompt_tokens + query.max_tokens <= spec.max_model_len:
+        return None
+    return Refusal.TOO_LONG
 
 
 def longest_context(query: Query, fleet: FleetSnapshot) -> int:
@@ -340,11 +352,10 @@ def within_context(query: Query, fleet: FleetSnapshot) -> Query:
 # How fast.
 
 
-def _lateness(sla: Sla, times: Expectation | None, z: float) -> tuple[bool, float]:
+def _lateness(sla: Sla, times: Expectation | None, confidence_z: float) -> tuple[bool, float]:
     """Tell whether a tier's times break a bound with the confidence asked for; return the largest ratio of time to bound.
 
-    An unknown time meets no bound. Times are log-normally distributed about the prediction; ``z`` is the confidence as a
-    quantile of the normal distribution.
+    An unknown time meets no bound. Times are log-normally distributed about the prediction.
     """
     is_slow = False
     excess = 0.0
@@ -353,11 +364,11 @@ def _lateness(sla: Sla, times: Expectation | None, z: float) -> tuple[bool, floa
     if times is None:
         return True, math.inf
     if sla.tpot_ms is not None:
-        safe_tpot_ms = times.tpot_ms * math.exp(z * times.tpot_spread)
+        safe_tpot_ms = times.tpot_ms * math.exp(confidence_z * times.tpot_spread)
         is_slow = safe_tpot_ms > sla.tpot_ms
         excess = safe_tpot_ms / sla.tpot_ms
     if sla.ttft_ms is not None:
-        safe_ttft_ms = times.ttft_ms * math.exp(z * times.ttft_spread)
+        safe_ttft_ms = times.ttft_ms * math.exp(confidence_z * times.ttft_spread)
         is_slow = is_slow or safe_ttft_ms > sla.ttft_ms
         excess = max(excess, safe_ttft_ms / sla.ttft_ms)
     return is_slow, excess
@@ -399,7 +410,7 @@ def _quality(
 ) -> _Quality:
     """Hold the loss that is expected of a tier against what the request, its class and the loss budget allow."""
     loss = table.loss(tier, query.features)
-    worst = min(loss.mean + (loss.high - loss.mean) * market.z / Z90, 1.0)
+    worst = min(loss.mean + (loss.high - loss.mean) * market.confidence_z / Z90, 1.0)
     loss_bound = query.sla.max_quality_loss
     spare_budget = max(table.budget(tier) - table.negligible_loss, 0.0)
     unfitness = None
@@ -567,8 +578,10 @@ def _given_up(chosen: Estimate) -> tuple[Degraded, ...]:
     given_up: list[Degraded] = []
     if chosen.lossy or chosen.unfit:
         given_up.append("quality")
-    if chosen.slow:
-        given_up.append("latency" if chosen.times is not None else "unmeasured")
+    if chosen.slow and chosen.times is None:
+        given_up.append("unmeasured")
+    elif chosen.slow:
+        given_up.append("latency")
     return tuple(given_up)
 
 
@@ -603,8 +616,8 @@ def _meets_times_idle(
         output_share=demand.output_share,
         sequences=choice.query.sequences,
     )
-    safe_ttft_ms = idle.ttft_ms * math.exp(choice.z * speed.ttft_spread)
-    safe_tpot_ms = idle.tpot_ms * math.exp(choice.z * speed.tpot_spread)
+    safe_ttft_ms = idle.ttft_ms * math.exp(choice.confidence_z * speed.ttft_spread)
+    safe_tpot_ms = idle.tpot_ms * math.exp(choice.confidence_z * speed.tpot_spread)
     is_first_late = sla.ttft_ms is not None and safe_ttft_ms > sla.ttft_ms
     are_others_late = sla.tpot_ms is not None and safe_tpot_ms > sla.tpot_ms
     return not is_first_late and not are_others_late
@@ -681,7 +694,9 @@ def _ready_in_s(tier: TierSnapshot) -> float | None:
         return STARTING_RETRY_S
     if preparing.remaining_s is not None:
         return preparing.remaining_s
-    return STARTING_RETRY_S if preparing.failed is None else None
+    if preparing.failed is not None:
+        return None
+    return STARTING_RETRY_S
 
 
 def _relieved_in_s(
@@ -705,15 +720,15 @@ def _relieved_in_s(
     limit = min(spec.max_in_flight, replica.limit)
     to_end = max(replica.slots + min(query.sequences, limit) - limit, 1)
     if query.require and query.sla.tpot_ms is not None:
-        largest_batch = _largest_batch(speed, spec, query.sla.tpot_ms, choice.z)
+        largest_batch = _largest_batch(speed, spec, query.sla.tpot_ms, choice.confidence_z)
         to_end = max(to_end, load.sequences + query.sequences - largest_batch)
     wait_s = to_end * speed.relief_ms(load, spec.max_num_seqs, demand.output_share) / 1000
     return max(wait_s, replica.breaker.admits_in_s) or HALF_LIFE_S
 
 
-def _largest_batch(speed: SpeedModel, spec: TierSpec, tpot_ms: float, z: float) -> int:
+def _largest_batch(speed: SpeedModel, spec: TierSpec, tpot_ms: float, confidence_z: float) -> int:
     """Return how many sequences an engine can compute at once within a bound on TPOT, which it meets with a few."""
-    safety = math.exp(z * speed.tpot_spread)
+    safety = math.exp(confidence_z * speed.tpot_spread)
     return max(n for n in range(1, spec.max_num_seqs + 1) if speed.step_ms(n) * safety <= tpot_ms)
 
 

@@ -308,7 +308,9 @@ class Estimate(Struct, frozen=True):
             return math.inf if self.cost is None else self.cost
         if self.times is None:
             return math.inf
-        return self.times.ttft_ms if sort == "latency" else self.times.tpot_ms
+        if sort == "latency":
+            return self.times.ttft_ms
+        return self.times.tpot_ms
 
     @property
     def rate(self) -> Rate | None:
@@ -337,7 +339,7 @@ class Choice(Struct, frozen=True):
     """A choice between tiers, and all that it was made from.
 
     Attributes:
-        z: The confidence asked for, as a quantile of the normal distribution.
+        confidence_z: The confidence asked for, as a quantile of the normal distribution.
         scarcity: Of engine time, 0..1.
         estimates: One for each tier, by rising precision.
         chosen: None: the request is refused.
@@ -347,7 +349,7 @@ class Choice(Struct, frozen=True):
 
     query: Query
     table: PolicyParameters
-    z: float
+    confidence_z: float
     scarcity: float
     estimates: tuple[Estimate, ...]
     chosen: Estimate | None = None
@@ -424,7 +426,9 @@ class Decision(Struct, frozen=True):
             return None
         if self.requires_absent_tier:
             return TIER_ABSENT
-        return SLA_IMPOSSIBLE if self.requires_impossible_bounds else self.refusal.value
+        if self.requires_impossible_bounds:
+            return SLA_IMPOSSIBLE
+        return self.refusal.value
 
     @property
     def is_callers_mistake(self) -> bool:

@@ -91,8 +91,10 @@ def _why(choice: Choice, chosen: Estimate) -> str:
     """Return what a choice rests on."""
     if choice.given_up:
         return _given_up_text(choice, chosen)
+    if choice.basis is Basis.HINT and choice.query.require:
+        return f"{chosen.tier} is required"
     if choice.basis is Basis.HINT:
-        return f"{chosen.tier} is required" if choice.query.require else f"hint {chosen.tier}"
+        return f"hint {chosen.tier}"
     if choice.basis is Basis.DEGRADED_QUALITY:
         return f"degraded to {chosen.tier}: {_unfit(choice, chosen)}, {_no_better(choice.considered)}"
     return f"{_kind(choice)}: {_chosen_text(choice, chosen)}"
@@ -251,7 +253,7 @@ def _against(choice: Choice, estimate: Estimate) -> str:
         wrong = f"may get up to {of_100(estimate.worst)} answers wrong ({estimate.loss.basis})"
         return f"{wrong}, {of_100(choice.query.sla.max_quality_loss or 0.0)} allowed"
     if estimate.slow:
-        return _slow_text(estimate, choice.query, choice.z)
+        return _slow_text(estimate, choice.query, choice.confidence_z)
     return _unfit(choice, estimate)
 
 
@@ -268,16 +270,16 @@ def _unfit(choice: Choice, estimate: Estimate) -> str:
     return f"{_kind(choice)}: {tier} is expected to get {wrong} answers wrong, more than policy.loss_budget allows"
 
 
-def _slow_text(estimate: Estimate, query: Query, z: float) -> str:
+def _slow_text(estimate: Estimate, query: Query, confidence_z: float) -> str:
     """Return which bound a tier's times break with the confidence asked for; of both, the bound on TTFT."""
     times = estimate.times
     if times is None:
         return "has no measured speed yet, and the request limits latency"
-    safe_ttft_ms = times.ttft_ms * math.exp(z * times.ttft_spread)
+    safe_ttft_ms = times.ttft_ms * math.exp(confidence_z * times.ttft_spread)
     late_first_token = _late_text("TTFT", times.ttft_ms, safe_ms=safe_ttft_ms, bound_ms=query.sla.ttft_ms)
     if late_first_token is not None:
         return late_first_token
-    safe_tpot_ms = times.tpot_ms * math.exp(z * times.tpot_spread)
+    safe_tpot_ms = times.tpot_ms * math.exp(confidence_z * times.tpot_spread)
     return _late_text("TPOT", times.tpot_ms, safe_ms=safe_tpot_ms, bound_ms=query.sla.tpot_ms) or ""
 
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(f"qarr.{__name__}")
 PROFILE_POLL_S = 2.0
-# A kind is too hard for the model if out of this many tasks no precision gets one right: it is not measured further.
+# A kind is too hard for the model, and is measured no further, if of this many tasks a precision gets fewer than one right.
 HOPELESS = 10
 # Share of answers. A larger bound is likely to be meant as a share of tokens, which earlier releases counted.
 MOST_MEANT = 0.05
