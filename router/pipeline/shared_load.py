@@ -48,7 +48,7 @@ class _Report(NamedTuple):
     kv_tokens: int
     spared_s: float  # its circuit breaker spares the replica for so long
     wanted_slots: int  # slots taken, and those that waiting requests could use
-    share: float  # this router's present share of the limit
+    share: int  # this router's present share of the limit
     limit: int  # the replica's whole limit
 
 
@@ -57,15 +57,15 @@ class _Answer(NamedTuple):
 
     share: float
     routers: float  # how many have the replica, this one among them
-    slots: float  # this and the next three: the load of the other routers
-    prompt_tokens: float
-    output_tokens: float
-    kv_tokens: float
-    spared_s: float  # other routers' circuit breakers spare the replica for so long
+    peer_slots: float
+    peer_prompt_tokens: float
+    peer_output_tokens: float
+    peer_kv_tokens: float
+    spared_s: float  # the other routers' circuit breakers spare the replica for so long
 
 
 class SharedLoad:
-    """One router's side. ``run`` until cancelled, then ``aclose``. Without ``redis_url`` it shares with none."""
+    """One router's side. ``run`` until cancelled, then ``aclose``. Without ``redis_url`` nothing is shared."""
 
     def __init__(self, redis_url: str, fleet: Fleet, waiting_for: Callable[[TierName], int] = lambda _tier: 0) -> None:
         self._fleet = fleet
@@ -117,7 +117,7 @@ class SharedLoad:
         began = time.monotonic()
         reports = self._reports(began)
         async with asyncio.timeout(REDIS_TIMEOUT_S):
-            for _ in range(2):  # if Redis' clock was set ahead, the second attempt knows
+            for _ in range(2):  # if Redis' clock was set ahead, the first attempt is in vain, but learns its time
                 until = await self._link.time_at(began + REDIS_TIMEOUT_S, ROUTERS)
                 args = [self._id, until, LIFE_S, TURN_S, to_json(reports)]
                 redis_time, content = await self._link.run(self._exchange, [ROUTERS], args)
@@ -139,7 +139,7 @@ class SharedLoad:
 
     def _report(self, replica: Replica, now: float) -> _Report:
         state = replica.state
-        share: float = replica.whole_limit
+        share = replica.whole_limit
         if replica.others.share is not None:
             share = replica.others.share.holds(now)
         return _Report(
@@ -191,10 +191,10 @@ class SharedLoad:
     def _note(self, replica: Replica, answer: _Answer, until: float) -> None:
         """Let a replica know this router's share of it, and what the other routers do there."""
         peers = PeerLoad(
-            slots=int(answer.slots),
-            prompt_tokens=int(answer.prompt_tokens),
-            output_tokens=int(answer.output_tokens),
-            kv_tokens=int(answer.kv_tokens),
+            slots=int(answer.peer_slots),
+            prompt_tokens=int(answer.peer_prompt_tokens),
+            output_tokens=int(answer.peer_output_tokens),
+            kv_tokens=int(answer.peer_kv_tokens),
         )
         replica.note_share(Share(int(answer.share), until))
         replica.note_peers(peers, until)
@@ -222,7 +222,7 @@ class SharedLoad:
                 replica.note_share(Share(slots, now + LIFE_S))
 
     def _slots_without_redis(self, replica: Replica, share: Share, *, may_rise: bool) -> int:
-        """Return an equal part of a replica's limit, or a slot more than the share before while that is less."""
+        """Return this router's slots on a replica: an equal part of its limit, reached slot by slot from the last share."""
         # A replica that is not known from an exchange may have as many routers as any other.
         most_routers = max(self._routers.values(), default=1)
         routers = self._routers.get(replica.url, most_routers)
