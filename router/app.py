@@ -136,15 +136,15 @@ class App:
         self.pipeline = self._wire(settings, fleet, counter, telemetry=telemetry, policy=policy)
         self._run_beside(settings)
         self._observe()
-        served = self._served(settings)
+        entry_points = self._entry_points(settings)
         self._entry = RequestMiddleware(
-            served.app,
+            entry_points.app,
             keys,
             telemetry,
             server_state=self.state,
             answered=self._metrics.answered,
-            direct=served.direct,
-            local_names=served.local_names,
+            direct=entry_points.direct,
+            local_names=entry_points.local_names,
             origins=settings.server.cors_origins,
         )
         self.asgi = telemetry.instrument(self._outermost(settings.server.cors_origins))
@@ -265,7 +265,7 @@ class App:
         if self._reloads is not None:
             self._routes.append(reload_route(self._reloads, self._keys))
 
-    def _served(self, settings: Settings) -> EntryPoints:
+    def _entry_points(self, settings: Settings) -> EntryPoints:
         """Make the application and the inference endpoints."""
         rules = Rules.of(settings)
         service = Service(self._pipeline_under(settings), settings, rules=rules, streams=self._streams)
@@ -282,7 +282,7 @@ class App:
         ]
         if self._operations is not None:
             routes += Admin(self._operations, self._keys, rules).routes()
-        # By type; ``Exception`` stands for all other errors.
+        # Handlers by the type of error; ``Exception`` stands for all other errors.
         handlers = dict.fromkeys((*PROBLEMS, ClientGoneError, Exception), _problem)
         app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
         app.router.redirect_slashes = False  # a redirect would go to the host of the caller's Host header
@@ -337,14 +337,14 @@ class App:
             pair = load_pair(settings.tls) if tls is not None else None
         except (KeysError, TlsError) as error:
             raise ReloadError(str(error)) from None
-        served = self._served(settings)
+        entry_points = self._entry_points(settings)
         pipeline = self.pipeline
 
         def use() -> None:
             self._keys.use(keys)
             if tls is not None and pair is not None:
                 tls.use(settings.tls, pair)
-            self._entry.use(served.app, served.direct, served.local_names)
+            self._entry.use(entry_points.app, entry_points.direct, entry_points.local_names)
             self._streams.bounds = settings.server
             pipeline.policy.use(settings.policy)
             pipeline.charging.use(settings)

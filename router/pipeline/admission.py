@@ -186,6 +186,7 @@ class Admission:
                 journey.waits.append((began, time.monotonic()))
 
     async def _await_turn(self, queued: _Queued) -> Slot:
+        """Wait until a request is admitted or refused, or gives up."""
         turn = queued.turn
         try:
             await asyncio.wait({turn}, timeout=max(queued.gives_up_at - time.monotonic(), 0))

@@ -87,7 +87,7 @@ class SharedLoad:
         return None if self._link is None else self._link.state
 
     @property
-    def _lost(self) -> bool:
+    def _is_cut_off(self) -> bool:
         return self._link is not None and not self._link.state.serves
 
     async def run(self) -> None:
@@ -128,7 +128,7 @@ class SharedLoad:
                 raise TimeoutError
         are_all_known, answers = read_json(content.encode())
         self._has_exchanged = True
-        if self._lost:
+        if self._is_cut_off:
             self._link.state.recover()
             log.info("redis serves again: the load of other routers counts again")
         return self._take(reports, answers, began + LIFE_S, are_all_known=are_all_known)
@@ -247,7 +247,7 @@ class SharedLoad:
         while time.monotonic() < until:
             await asyncio.sleep(WAITING_POLL_S)
             self._fleet.refresh(time.monotonic())
-            if not self._lost and any(map(self._needs_more, self._fleet.replicas)):
+            if not self._is_cut_off and any(map(self._needs_more, self._fleet.replicas)):
                 return
 
     def _needs_more(self, replica: Replica) -> bool:
