@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from typing import NamedTuple
 
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
@@ -73,14 +74,22 @@ from tiers.background import lasting
 from tiers.fleet import Fleet
 from tiers.lifecycle.operations import Operations
 
-DECISION_LOG_BYTES = 100 << 20  # of that file, until it is rotated
-LEAST_REQUESTS = 64  # that engines may have at once, however few they are
+DECISION_LOG_BYTES = 100 << 20  # the decision log is rotated once its file is so large
+LEAST_REQUESTS = 64  # engines may have so many at once, however few engines there are
+
+
+class EntryPoints(NamedTuple):
+    """What requests reach under some settings, as ``RequestMiddleware.use`` takes it."""
+
+    app: ASGIApp
+    direct: dict[str, ASGIApp]  # inference endpoints, by path, which requests reach without the application
+    local_names: tuple[str, ...] | None
 
 
 class App:
     """The router: its parts, wired once; new settings replace those that settings make.
 
-    Without ``operations`` and ``reloads`` operators can do none of them. Without ``tls`` plain HTTP is served.
+    Without ``operations`` operators cannot operate engines, and without ``reloads`` they cannot reload settings.
     """
 
     def __init__(  # noqa: PLR0913  all that it wires
@@ -96,8 +105,13 @@ class App:
         reloads: Reloads | None = None,
         transport: EngineTransport | None = None,
     ) -> None:
-        self.state, self._keys, self._operations, self._reloads = ServerState(), keys, operations, reloads
-        self.tls = Tls(settings.tls) if settings.tls.certificate is not None else None
+        self.state = ServerState()
+        self._keys = keys
+        self._operations = operations
+        self._reloads = reloads
+        self.tls = None
+        if settings.tls.certificate is not None:
+            self.tls = Tls(settings.tls)
         self._about = {
             "version": version("qarr"),
             "model": model,
@@ -107,79 +121,127 @@ class App:
         self._database = Database(settings.budgets.file)
         self._streams = ResumableStreams(settings.server)
         policy = PolicyStore(settings.policy, fleet, model)
-        self._transport = EngineTransport(ca=settings.tls.ca) if transport is None else transport
-        self._upstream = Upstream(fleet, self._transport.alike(LEAST_REQUESTS), settings.upstream, telemetry, policy)
+        if transport is None:
+            transport = EngineTransport(ca=settings.tls.ca)
+        self._transport = transport
+        self._upstream = Upstream(
+            fleet,
+            transport.alike(LEAST_REQUESTS),
+            options=settings.upstream,
+            telemetry=telemetry,
+            policy=policy,
+        )
         self._upstream.fit()
         fleet.on_members = self._upstream.fit
-        self.pipeline = self._wire(settings, fleet, counter, telemetry, policy)
-        registry = self.pipeline.registry
-        self._profiling = AutoProfile(
-            settings, fleet, policy, model, lambda: (registry.totals["requests"], len(registry.open))
-        )
-        share = settings.policy.live_check_share
-        self._evaluation = ShadowEvaluation(share, fleet, self._profiling.client, telemetry)
-        self._shared = SharedLoad(
-            settings.state.redis_url.get_secret_value(), fleet, self.pipeline.admission.waiting_for
-        )
-        self._usage = UsageLog(self._database, self.pipeline.charging)
-        registry.observers.append(self._usage.offer)
-        self._live = Live(
-            self.pipeline, self._profiling, self._evaluation,
-            server_state=self.state, keys=keys, settings=settings.telemetry, about=self._about,
-        )  # fmt: skip
+        self.pipeline = self._wire(settings, fleet, counter, telemetry=telemetry, policy=policy)
+        self._run_beside(settings)
         self._observe()
-        app, direct, local_names = self._served(settings)
+        entry_points = self._entry_points(settings)
         self._entry = RequestMiddleware(
-            app, keys, telemetry, self.state,
-            answered=self._metrics.answered, direct=direct, local_names=local_names, origins=settings.server.cors_origins,
-        )  # fmt: skip
-        origins = settings.server.cors_origins
-        outer: ASGIApp = self._entry if not origins else CORSMiddleware(
-            self._entry, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
-        )  # fmt: skip
-        self.asgi = telemetry.instrument(outer)
+            entry_points.app,
+            keys,
+            telemetry,
+            server_state=self.state,
+            answered=self._metrics.answered,
+            direct=entry_points.direct,
+            local_names=entry_points.local_names,
+            origins=settings.server.cors_origins,
+        )
+        self.asgi = telemetry.instrument(self._outermost(settings.server.cors_origins))
 
     def _wire(
-        self, settings: Settings, fleet: Fleet, counter: TokenCounter, telemetry: Telemetry, policy: PolicyStore
+        self, settings: Settings, fleet: Fleet, counter: TokenCounter, *, telemetry: Telemetry, policy: PolicyStore
     ) -> Pipeline:
-        kept, samples = settings.telemetry, None
+        """Make the path of every request."""
+        kept = settings.telemetry
         registry = RequestRegistry(self.state, kept.recent_requests)
-        registry.at_once += [telemetry.record_outcome] if telemetry.exports else []
+        if telemetry.exports:
+            registry.at_once.append(telemetry.record_outcome)
         registry.observers.append(lambda record: policy.served(record.decision, record.served.tier))
-        decisions = DecisionLog(kept.decision_log, DECISION_LOG_BYTES) if kept.decision_log is not None else None
-        if decisions is not None:
+        decisions = None
+        if kept.decision_log is not None:
+            decisions = DecisionLog(kept.decision_log, DECISION_LOG_BYTES)
             registry.observers.append(partial(log_outcome, decisions))
+        self._samples = None
         if kept.sampled_prompts is not None and kept.prompt_share:
-            samples = PromptSamples(kept.sampled_prompts, kept.prompt_share)
-        self._samples = samples
+            self._samples = PromptSamples(kept.sampled_prompts, kept.prompt_share)
         reservations = Reservations(ledger_of(settings, self._database), settings.budgets)
-        attempts, max_tokens = settings.upstream.attempts, settings.limits.default_max_tokens
-        overflow = OverflowClient(settings.overflow, settings.upstream, telemetry, self._transport.alike())
+        overflow = OverflowClient(
+            settings.overflow, settings.upstream, telemetry=telemetry, transport=self._transport.alike()
+        )
         return Pipeline(
             fleet=fleet,
             counter=counter,
             second_look=load_second_look(),
             policy=policy,
             quotas=Quotas(settings.state.redis_url.get_secret_value()),
-            charging=Charging(reservations, fleet, policy, settings.policy.prices),
+            charging=Charging(reservations, fleet, policy=policy, prices=settings.policy.prices),
             admission=Admission(fleet, policy, settings.admission),
-            failover=Failover(fleet, policy, self._upstream, telemetry, attempts, max_tokens),
+            failover=Failover(
+                fleet=fleet,
+                policy=policy,
+                upstream=self._upstream,
+                telemetry=telemetry,
+                attempts=settings.upstream.attempts,
+                default_max_tokens=settings.limits.default_max_tokens,
+            ),
             overflow=Overflow(overflow, decisions, telemetry),
             registry=registry,
             decisions=decisions,
             telemetry=telemetry,
-            prompt_observer=None if samples is None else samples.offer,
+            prompt_observer=None if self._samples is None else self._samples.offer,
             answer_observer=None,
         )
 
+    def _run_beside(self, settings: Settings) -> None:
+        """Make what runs beside requests: measurements, shadow evaluation, shared load, the usage log, the live stream."""
+        pipeline = self.pipeline
+        registry = pipeline.registry
+        self._profiling = AutoProfile(
+            settings,
+            pipeline.fleet,
+            policy=pipeline.policy,
+            model=self._about["model"],
+            requests=lambda: (registry.totals["requests"], len(registry.open)),
+        )
+        self._evaluation = ShadowEvaluation(
+            settings.policy.live_check_share,
+            pipeline.fleet,
+            client=self._profiling.client,
+            telemetry=pipeline.telemetry,
+        )
+        redis_url = settings.state.redis_url.get_secret_value()
+        self._shared = SharedLoad(redis_url, pipeline.fleet, pipeline.admission.waiting_for)
+        self._usage = UsageLog(self._database, pipeline.charging)
+        registry.observers.append(self._usage.offer)
+        self._live = Live(
+            pipeline,
+            self._profiling,
+            self._evaluation,
+            server_state=self.state,
+            keys=self._keys,
+            settings=settings.telemetry,
+            about=self._about,
+        )
+
+    def _outermost(self, origins: Sequence[str]) -> ASGIApp:
+        """Return the outermost middleware: with ``origins``, the one that lets their pages send requests."""
+        if not origins:
+            return self._entry
+        return CORSMiddleware(
+            self._entry, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
+        )
+
     def _observe(self) -> None:
-        pipeline, tls = self.pipeline, self.tls
-        self._metrics = Metrics(pipeline, self._evaluation, self._upstream.retries, self._about)
+        """Make what shows the router's state: metrics, and the routes of pages and figures."""
+        pipeline = self.pipeline
+        self._metrics = Metrics(pipeline, self._evaluation, retries=self._upstream.retries, about=self._about)
         reservations = pipeline.charging.reservations
-        states = [part.redis for part in (pipeline.quotas, reservations, self._shared)]
-        redis = [state for state in states if state is not None]
-        if redis:
-            self._metrics.show_redis(redis, lambda: reservations.restored)
+        redis_uses = (pipeline.quotas, reservations, self._shared)
+        redis_states = [use.redis for use in redis_uses if use.redis is not None]
+        if redis_states:
+            self._metrics.show_redis(redis_states, lambda: reservations.restored)
+        tls = self.tls
         if tls is not None:
             self._metrics.show_expiry(lambda: tls.expires)
         labels = Labels(self._keys)
@@ -187,48 +249,79 @@ class App:
         self._otlp = otlp_metrics(self._about["version"], self._metrics.collect)
         status = Status(
             pipeline,
-            profiling=self._profiling, database=self._database, server_state=self.state, keys=self._keys, about=self._about,
-            redis=redis,
-        )  # fmt: skip
+            profiling=self._profiling,
+            database=self._database,
+            server_state=self.state,
+            keys=self._keys,
+            about=self._about,
+            redis=redis_states,
+        )
         self._routes = [
             *self._live.routes(),
             Route("/metrics", self._metrics.answer),
             *UsageEndpoint(self._database, pipeline.charging, self._keys).routes(),
             *status.routes(),
-            *([reload_route(self._reloads, self._keys)] if self._reloads is not None else []),
         ]
+        if self._reloads is not None:
+            self._routes.append(reload_route(self._reloads, self._keys))
 
-    def _served(self, settings: Settings) -> tuple[ASGIApp, dict[str, ASGIApp], tuple[str, ...] | None]:
-        """Return the application, what requests reach without it, and local names, as ``RequestMiddleware`` takes them."""
-        attempts, max_tokens = settings.upstream.attempts, settings.limits.default_max_tokens
-        failover = replace(self.pipeline.failover, attempts=attempts, default_max_tokens=max_tokens)
-        observer = self._evaluation.offer if settings.policy.live_check_share else None
-        pipeline, rules = replace(self.pipeline, failover=failover, answer_observer=observer), Rules.of(settings)
-        service = Service(pipeline, settings, rules, self._streams)
-        answering = (GENERATE, *COMPLETION_ENDPOINTS, *NAMED_EVENT_ENDPOINTS)
-        direct: dict[str, ASGIApp] = {each.path: Answering(each, service) for each in answering}
-        waiting, model = pipeline.admission.waiting_for, self._about["model"]
-        models = Models(pipeline.fleet, settings.openai, model, int(time.time()), waiting)
-        small = Passthrough(self._upstream, pipeline.quotas, pipeline.fleet, settings)
-        admin = Admin(self._operations, self._keys, rules).routes() if self._operations is not None else []
+    def _entry_points(self, settings: Settings) -> EntryPoints:
+        """Make the application and the inference endpoints."""
+        rules = Rules.of(settings)
+        service = Service(self._pipeline_under(settings), settings, rules=rules, streams=self._streams)
+        endpoints = (GENERATE, *COMPLETION_ENDPOINTS, *NAMED_EVENT_ENDPOINTS)
+        direct: dict[str, ASGIApp] = {endpoint.path: Answering(endpoint, service) for endpoint in endpoints}
         routes = [
             Route(PAGE, Page(settings.server, self._keys).answer),
-            *(Route(path, served, methods=["POST"]) for path, served in direct.items()),
+            *(Route(path, answering, methods=["POST"]) for path, answering in direct.items()),
             Route("/route", partial(decision_alone, service), methods=["POST"]),
-            Route(EMBEDDINGS, small.embeddings, methods=["POST"]),
+            *self._engine_routes(settings),
+            Route(f"{RESPONSES}/{{id}}", stored_response, methods=["GET", "DELETE"]),
+            Route(f"{RESPONSES}/{{id}}/cancel", stored_response, methods=["POST"]),
+            *self._routes,
+        ]
+        if self._operations is not None:
+            routes += Admin(self._operations, self._keys, rules).routes()
+        # Handlers by the type of error; ``Exception`` stands for all other errors.
+        handlers = dict.fromkeys((*PROBLEMS, ClientGoneError, Exception), _problem)
+        app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
+        app.router.redirect_slashes = False  # a redirect would go to the host of the caller's Host header
+        local_names = None
+        if is_loopback(settings.server.host):
+            local_names = settings.server.allowed_hosts
+        return EntryPoints(app, direct, local_names)
+
+    def _pipeline_under(self, settings: Settings) -> Pipeline:
+        """Return the pipeline with new settings, for requests from now on; those before keep theirs."""
+        failover = replace(
+            self.pipeline.failover,
+            attempts=settings.upstream.attempts,
+            default_max_tokens=settings.limits.default_max_tokens,
+        )
+        observer = None
+        if settings.policy.live_check_share:
+            observer = self._evaluation.offer
+        return replace(self.pipeline, failover=failover, answer_observer=observer)
+
+    def _engine_routes(self, settings: Settings) -> list[Route]:
+        """Return the routes of what engines answer without a decision, and of the models that they serve."""
+        fleet = self.pipeline.fleet
+        passthrough = Passthrough(self._upstream, self.pipeline.quotas, fleet=fleet, settings=settings)
+        models = Models(
+            fleet,
+            settings.openai,
+            model=self._about["model"],
+            created=int(time.time()),
+            waiting=self.pipeline.admission.waiting_for,
+        )
+        token_paths = ("/tokenize", "/detokenize", COUNT_TOKENS)
+        return [
+            Route(EMBEDDINGS, passthrough.embeddings, methods=["POST"]),
             Route("/v1/models", models.answer),
             Route("/v1/models/{id:path}/endpoints", models.endpoints),
             Route("/v1/models/{id:path}", models.answer),
-            Route(f"{RESPONSES}/{{id}}", stored_response, methods=["GET", "DELETE"]),
-            Route(f"{RESPONSES}/{{id}}/cancel", stored_response, methods=["POST"]),
-            *(Route(path, small.tokens, methods=["POST"]) for path in ("/tokenize", "/detokenize", COUNT_TOKENS)),
-            *self._routes,
-            *admin,
+            *(Route(path, passthrough.tokens, methods=["POST"]) for path in token_paths),
         ]
-        handlers = dict.fromkeys((*PROBLEMS, ClientGoneError, Exception), _problem)  # by type; Exception: all others
-        app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
-        app.router.redirect_slashes = False  # a redirect would go to the host of the caller's Host header
-        return app, direct, settings.server.allowed_hosts if is_loopback(settings.server.host) else None
 
     def prepare(self, settings: Settings) -> Callable[[], None]:
         """Check new settings; return what makes the router take them, without disturbing open requests.
@@ -236,20 +329,22 @@ class App:
         ``ReloadError``: a running router cannot take them.
         """
         tls = self.tls
-        if (tls is None) != (settings.tls.certificate is None):
+        uses_tls = tls is not None
+        if uses_tls != (settings.tls.certificate is not None):
             raise ReloadError("tls.certificate: a running router cannot switch between HTTP and HTTPS; restart it")
         try:
             keys = open_access(settings)
             pair = load_pair(settings.tls) if tls is not None else None
         except (KeysError, TlsError) as error:
             raise ReloadError(str(error)) from None
-        served, pipeline = self._served(settings), self.pipeline
+        entry_points = self._entry_points(settings)
+        pipeline = self.pipeline
 
         def use() -> None:
             self._keys.use(keys)
             if tls is not None and pair is not None:
                 tls.use(settings.tls, pair)
-            self._entry.use(*served)
+            self._entry.use(entry_points.app, entry_points.direct, entry_points.local_names)
             self._streams.bounds = settings.server
             pipeline.policy.use(settings.policy)
             pipeline.charging.use(settings)
@@ -282,16 +377,22 @@ class App:
             work["sending metrics"] = self._otlp.run
         if self.tls is not None:
             work["watching the certificate"] = self.tls.watch
-        tasks = [asyncio.create_task(lasting(each, name), name=name) for name, each in work.items()]
+        tasks = [asyncio.create_task(lasting(run, name), name=name) for name, run in work.items()]
         yield
         await self._streams.aclose()
         pipeline.registry.tell()
         await end_tasks(tasks)
-        for part in (
-            self._profiling, self._shared, pipeline.quotas, pipeline.charging.reservations, self._upstream,
-            pipeline.overflow.client,
-        ):  # fmt: skip
-            await part.aclose()
+        await self._close()
+
+    async def _close(self) -> None:
+        """Close all parts: first those that requests still use, then what their records go to."""
+        pipeline = self.pipeline
+        await self._profiling.aclose()
+        await self._shared.aclose()
+        await pipeline.quotas.aclose()
+        await pipeline.charging.reservations.aclose()
+        await self._upstream.aclose()
+        await pipeline.overflow.client.aclose()
         pipeline.registry.tell()  # also of requests that were cut off late
         if self._otlp is not None:
             await self._otlp.aclose()

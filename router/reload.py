@@ -26,7 +26,8 @@ class Reloads:
     """Takes over changed settings, which ``read`` reads and checks, in a thread."""
 
     def __init__(self, settings: Settings, read: Callable[[], Settings]) -> None:
-        self.settings, self._read = settings, read
+        self.settings = settings
+        self._read = read
         self._parts: list[Prepare] = []
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -51,6 +52,7 @@ class Reloads:
                 raise
 
     def request(self) -> None:
+        """Reload in the background; the log tells how it went."""
         task = asyncio.create_task(self._requested(), name="reloading settings")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -63,23 +65,26 @@ class Reloads:
 
     async def _reload(self) -> tuple[Change, ...]:
         new = await asyncio.to_thread(self._read)
-        found = changes(self.settings, new)
-        check_reloads(found)
-        commits = [await prepare(new) for prepare in self._parts]  # also without changes: files may have changed
+        changed = changes(self.settings, new)
+        check_reloads(changed)
+        # Parts are prepared even if no setting has changed: the files that settings name may have.
+        commits = [await prepare(new) for prepare in self._parts]
         for commit in commits:
             await commit()
         self.settings = new
-        for change in found:
+        for change in changed:
             log.info("setting changed: %s", change)
-        log.info("settings reloaded: %d changed", len(found))
-        return found
+        log.info("settings reloaded: %d changed", len(changed))
+        return changed
 
 
-def check_reloads(found: tuple[Change, ...]) -> None:
+def check_reloads(changed: tuple[Change, ...]) -> None:
     """Raise ``ReloadError`` if a change needs a restart."""
-    fixed = [str(change) for change in found if not change.reloads]
-    if fixed:
-        raise ReloadError(
-            f"{'; '.join(fixed)}: a running router cannot change {'this' if len(fixed) == 1 else 'these'}. Restart it, or "
-            "set the former value; docs/settings.md says which settings reload"
-        )
+    fixed = [str(change) for change in changed if not change.reloads]
+    if not fixed:
+        return
+    these = "this" if len(fixed) == 1 else "these"
+    raise ReloadError(
+        f"{'; '.join(fixed)}: a running router cannot change {these}. Restart it, or set the former value; "
+        "docs/settings.md says which settings reload"
+    )

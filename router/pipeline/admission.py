@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -33,7 +33,7 @@ from tiers.fleet import Demand, Fleet, Lease
 from tiers.spec import TierName, TierSpec
 
 OLDEST_EVERY = 8  # one slot in so many goes to the request that has waited longest
-TICK_S = 0.1  # slots free by time as well: engines get ready, breakers half-open
+DISPATCH_EVERY_S = 0.1  # slots also become free by time alone: engines get ready, breakers half-open
 
 
 class Slot(Struct, frozen=True):
@@ -46,16 +46,18 @@ class Slot(Struct, frozen=True):
 class _Queued(Waiter):
     decision: Decision
     demand: Demand
-    until: float  # when it gives up, in seconds by the monotonic clock
+    gives_up_at: float  # in seconds by the monotonic clock
     turn: asyncio.Future[Slot]  # done when it is admitted or refused
-    waits: bool = False  # it was not admitted at once
+    has_waited: bool = False  # it was not admitted at once
 
 
 class Admission:
     """Admits requests. One event loop owns it."""
 
     def __init__(self, fleet: Fleet, policy: PolicyStore, options: AdmissionSettings) -> None:
-        self._fleet, self._policy, self._options = fleet, policy, options
+        self._fleet = fleet
+        self._policy = policy
+        self._options = options
         self._held: Counter[str] = Counter()  # slots, by key
         self._queue: RequestQueue[_Queued] = RequestQueue(self._held)
         self._granted: Counter[TierName] = Counter()
@@ -79,7 +81,7 @@ class Admission:
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(DISPATCH_EVERY_S)
             self._dispatch()
 
     async def enter(self, decision: Decision, key_id: str, priority: int) -> Slot:
@@ -87,26 +89,22 @@ class Admission:
 
         ``RequestRefusedError``: no tier serves the request, or none in time.
         """
-        if decision.tier is None and (decision.refusal is not Refusal.AT_CAPACITY or not self._options.max_waiting):
+        may_wait = decision.refusal is Refusal.AT_CAPACITY and self._options.max_waiting > 0
+        if decision.tier is None and not may_wait:
             raise RequestRefusedError(decision)
         if not self._queue.count:
-            admitted = self._take_slot(decision, key_id, 0.0)
-            if admitted is not None:
-                return admitted
+            slot = self._take_slot(decision, key_id, waited_ms=0.0)
+            if slot is not None:
+                return slot
         queued = self._queued(decision, key_id, priority)
         self._queue.add(queued)
-        self._dispatch()  # in the queue's order: those before it come first
+        self._dispatch()  # in the queue's order: requests that wait already come first
         if queued.turn.done():
             return queued.turn.result()
-        queued.waits = True
+        queued.has_waited = True
         try:
             self._check(queued)
-            began = time.monotonic()
-            try:
-                return await self._wait(queued)
-            finally:
-                if (journey := JOURNEY.get()) is not None:
-                    journey.waits.append((began, time.monotonic()))
+            return await self._wait(queued)
         finally:
             self._queue.remove(queued)
 
@@ -118,40 +116,52 @@ class Admission:
             del self._held[key_id]
 
     def _queued(self, decision: Decision, key_id: str, priority: int) -> _Queued:
-        now, query, name = time.monotonic(), decision.query, class_of(priority)
-        longest: float = getattr(self._options.max_wait_s, name)
-        known = [each.times.ttft_ms for each in decision.choice.estimates if each.times is not None]
-        bound, quickest = query.sla.ttft_ms, min(known, default=0.0) / 1000
+        now = time.monotonic()
+        query = decision.query
+        priority_class = class_of(priority)
+        max_wait_s: float = getattr(self._options.max_wait_s, priority_class)
+        first_token_within_s = max_wait_s
+        gives_up_after_s = max_wait_s
+        if query.sla.ttft_ms is not None:
+            first_token_within_s = query.sla.ttft_ms / 1000
+            gives_up_after_s = min(first_token_within_s - _shortest_ttft_s(decision), max_wait_s)
         specs = self._specs(query)
+        most_slots = max([spec.max_in_flight for spec in specs], default=1)
         return _Queued(
             key_id=key_id,
-            rank=PRIORITIES[name],
+            rank=PRIORITIES[priority_class],
             since=now,
-            deadline=now + (longest if bound is None else bound / 1000),
-            tiers=frozenset(spec.name for spec in specs),
-            slots=min(query.sequences, max((spec.max_in_flight for spec in specs), default=1)),
+            deadline=now + first_token_within_s,
+            tiers=frozenset([spec.name for spec in specs]),
+            slots=min(query.sequences, most_slots),
             long=query.tokens_to_read > self._fleet.options.long_prompt_tokens,
             decision=decision,
             demand=Demand(query.tokens_to_read, query.max_tokens, query.sequences),
-            until=now + (longest if bound is None else min(bound / 1000 - quickest, longest)),
+            gives_up_at=now + gives_up_after_s,
             turn=asyncio.get_running_loop().create_future(),
         )
 
     def _specs(self, query: Query) -> list[TierSpec]:
-        only = query.hint if query.require else None
+        """Return the tiers that a request may wait for."""
+        # ``router.accounting.charging`` chooses tiers in much the same way, but an unsuitable tier does other harm there. It
+        # reserves the highest price of its tiers, so one that the request itself excludes (``takes``) only makes the
+        # reservation larger, and one without engines (``absent``) would set a price for what does not exist. Here an
+        # excluded tier would let the request wait for slots that it cannot take. A tier without engines does no harm: it
+        # never has a free slot.
+        required_tier = query.hint if query.require else None
         return [
             spec
             for spec in self._fleet.specs
             if query.allows(spec.name)
             and query.takes(spec)
-            and only in {None, spec.name}
+            and required_tier in {None, spec.name}
             and query.prompt_tokens + query.max_tokens <= spec.max_model_len
         ]
 
     def _check(self, queued: _Queued) -> None:
         """Refuse a request that would be late; if the queue is full, the least urgent one. Raise if it is this one."""
         wait_s = self._expected_wait_s(queued)
-        if queued.since + wait_s > queued.until:
+        if queued.since + wait_s > queued.gives_up_at:
             raise _refused(queued, f"its turn is expected in {wait_s:.1f} s, too late", wait_s)
         if self._queue.count > self._options.max_waiting:
             last = self._queue.last()
@@ -163,12 +173,27 @@ class Admission:
             last.turn.set_exception(refused)
 
     async def _wait(self, queued: _Queued) -> Slot:
-        """Wait for a request's turn; ``RequestRefusedError``: it is refused meanwhile, or waits for too long."""
+        """Wait for a request's turn, and note the wait in its journey.
+
+        ``RequestRefusedError``: it is refused meanwhile, or waits for too long.
+        """
+        began = time.monotonic()
+        try:
+            return await self._await_turn(queued)
+        finally:
+            journey = JOURNEY.get()
+            if journey is not None:
+                journey.waits.append((began, time.monotonic()))
+
+    async def _await_turn(self, queued: _Queued) -> Slot:
+        """Wait until a request is admitted or refused, or gives up."""
         turn = queued.turn
         try:
-            await asyncio.wait({turn}, timeout=max(queued.until - time.monotonic(), 0))
+            await asyncio.wait({turn}, timeout=max(queued.gives_up_at - time.monotonic(), 0))
         except asyncio.CancelledError:
-            if turn.done() and turn.exception() is None:  # admitted just before it was cancelled
+            # A slot may have been granted before the cancellation, or after it but before this task ran again. Either way
+            # ``turn`` holds it by now. Nothing is granted later: the request leaves the queue before this task waits again.
+            if turn.done() and turn.exception() is None:
                 self.leave(queued.key_id, turn.result())
             raise
         if turn.done():
@@ -179,12 +204,19 @@ class Admission:
     def _expected_wait_s(self, queued: _Queued) -> float:
         """Predict a request's wait: slots wanted up to and with it, over slots that become free per second.
 
-        Those are counted over each set of its tiers, since others wait for some of them only; the shortest wait counts.
+        Both are counted for each set of its tiers, since others wait for some of them only. The shortest wait counts.
         """
-        rates = {tier: rate for tier in queued.tiers if (rate := self._fleet.freed_per_s(tier)) > 0}
-        subsets = (some for count in range(1, len(rates) + 1) for some in combinations(rates, count))
-        waits = [self._queue.slots_before(queued, tiers) / sum(rates[tier] for tier in tiers) for tiers in subsets]
-        return min(waits, default=queued.decision.retry_after_s or UNKNOWN_RETRY_S)
+        freed_per_s = self._slots_freed_per_s(queued.tiers)
+        waits_s = []
+        for tiers in _nonempty_subsets(freed_per_s):
+            slots_wanted = self._queue.slots_before(queued, tiers)
+            waits_s.append(slots_wanted / sum([freed_per_s[tier] for tier in tiers]))
+        return min(waits_s, default=queued.decision.retry_after_s or UNKNOWN_RETRY_S)
+
+    def _slots_freed_per_s(self, tiers: Collection[TierName]) -> dict[TierName, float]:
+        """Return how many slots become free per second, by tier, without tiers where none do."""
+        rates = {tier: self._fleet.freed_per_s(tier) for tier in tiers}
+        return {tier: rate for tier, rate in rates.items() if rate > 0}
 
     def _schedule(self) -> None:
         if self._queue.count and not self._scheduled:
@@ -192,68 +224,95 @@ class Admission:
             asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
+        """Admit or refuse waiting requests, in the queue's order, for as long as a new decision can change anything."""
         self._scheduled = False
-        reserved, passed_over = set[str](), set[_Queued]()
+        reserved_replica_ids = set[str]()
+        passed_over = set[_Queued]()
         while (queued := self._next(passed_over)) is not None:
-            ready = any(self._fleet.is_ready(tier) for tier in queued.tiers)
-            if not ready or self._fleet.has_capacity(queued.tiers, queued.demand, reserved):
-                policy = self._policy
-                query = queued.decision.query
-                snapshot = self._fleet.snapshot(reserved, query.prefix)
-                decision = decide(query, snapshot, policy.table)
-                if self._settle(queued, decision, reserved):
-                    continue
+            if self._can_be_settled(queued, reserved_replica_ids) and self._settle(queued, reserved_replica_ids):
+                continue
             passed_over.add(queued)
-            nearest = self._fleet.nearest(queued.tiers, queued.demand, reserved)
-            if nearest is not None:
-                reserved.add(nearest)
+            nearest_replica_id = self._fleet.nearest(queued.tiers, queued.demand, reserved_replica_ids)
+            if nearest_replica_id is not None:
+                reserved_replica_ids.add(nearest_replica_id)
 
     def _next(self, passed_over: Collection[_Queued]) -> _Queued | None:
         """Return the request to examine next: the oldest of a tier whose next slot is for the oldest, else the first."""
-        for tier in filter(self._for_the_oldest, [spec.name for spec in self._fleet.specs]):
-            oldest = self._queue.oldest(tier)
+        for spec in self._fleet.specs:
+            if not self._is_for_the_oldest(spec.name):
+                continue
+            oldest = self._queue.oldest(spec.name)
             if oldest is not None and oldest not in passed_over:
                 return oldest
         return self._queue.first(passed_over)
 
-    def _for_the_oldest(self, tier: TierName) -> bool:
+    def _is_for_the_oldest(self, tier: TierName) -> bool:
         """Tell whether a tier's next slot goes to the request that has waited longest; true until that takes it."""
         return self._granted[tier] % OLDEST_EVERY == OLDEST_EVERY - 1
 
-    def _settle(self, queued: _Queued, decision: Decision, reserved: Collection[str]) -> bool:
+    def _can_be_settled(self, queued: _Queued, reserved_replica_ids: Collection[str]) -> bool:
+        """Tell whether a new decision may end a request's wait: there is room for it, or no tier of it is ready."""
+        is_any_ready = any(self._fleet.is_ready(tier) for tier in queued.tiers)
+        return not is_any_ready or self._fleet.has_capacity(queued.tiers, queued.demand, reserved_replica_ids)
+
+    def _settle(self, queued: _Queued, reserved_replica_ids: Collection[str]) -> bool:
+        """Decide again for a waiting request, and admit or refuse it; return False if it has to wait on."""
+        query = queued.decision.query
+        snapshot = self._fleet.snapshot(reserved_replica_ids, query.prefix)
+        decision = decide(query, snapshot, self._policy.table)
         if decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY:
             self._queue.remove(queued)
             queued.turn.set_exception(RequestRefusedError(decision))
             return True
-        waited_ms = 0.0 if not queued.waits else (time.monotonic() - queued.since) * 1000
-        admitted = self._take_slot(decision, queued.key_id, waited_ms, reserved)
-        if admitted is None:
+        waited_ms = 0.0
+        if queued.has_waited:
+            waited_ms = (time.monotonic() - queued.since) * 1000
+        slot = self._take_slot(decision, queued.key_id, waited_ms, reserved_replica_ids)
+        if slot is None:
             return False
-        tier = admitted.lease.replica.spec.name
-        if not self._for_the_oldest(tier) or self._queue.oldest(tier) is queued:
-            self._granted[tier] += 1
+        self._count_granted(slot.lease.replica.spec.name, queued)
         self._queue.remove(queued)
-        queued.turn.set_result(admitted)
+        queued.turn.set_result(slot)
         return True
 
+    def _count_granted(self, tier: TierName, queued: _Queued) -> None:
+        """Count a tier's slot, unless it was the oldest request's turn and another one has got the slot."""
+        if not self._is_for_the_oldest(tier) or self._queue.oldest(tier) is queued:
+            self._granted[tier] += 1
+
     def _take_slot(
-        self, decision: Decision, key_id: str, waited_ms: float, reserved: Collection[str] = ()
+        self, decision: Decision, key_id: str, waited_ms: float, reserved_replica_ids: Collection[str] = ()
     ) -> Slot | None:
         """Lease a slot on the decision's tier, apart from reserved replicas; None: there is none."""
         if decision.tier is None:
             return None
+        candidate = None
         chosen = decision.choice.chosen
-        found = None if chosen is None or chosen.tier is not decision.tier else chosen.found
-        lease = lease_for(self._fleet, decision.tier, decision.query, reserved, found=found)
+        if chosen is not None and chosen.tier is decision.tier:
+            candidate = chosen.found
+        lease = lease_for(self._fleet, decision.tier, decision.query, reserved_replica_ids, found=candidate)
         if lease is None:
             return None
         self._held[key_id] += lease.sequences
         return Slot(decision, lease, waited_ms)
 
 
+def _shortest_ttft_s(decision: Decision) -> float:
+    """Return the shortest predicted time to a first token; 0 if no tier's is known."""
+    ttfts_ms = [estimate.times.ttft_ms for estimate in decision.choice.estimates if estimate.times is not None]
+    return min(ttfts_ms, default=0.0) / 1000
+
+
+def _nonempty_subsets(tiers: Collection[TierName]) -> Iterator[tuple[TierName, ...]]:
+    for size in range(1, len(tiers) + 1):
+        yield from combinations(tiers, size)
+
+
 def _refused(queued: _Queued, why: str, wait_s: float) -> RequestRefusedError:
     decision = queued.decision
-    reason = why if decision.tier is not None else f"{why}; {decision.reason}"
+    reason = why
+    if decision.tier is None:
+        reason = f"{why}; {decision.reason}"
     return RequestRefusedError(
         replace(
             decision,

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count, product
+from typing import NamedTuple
 
 from msgspec.structs import replace
 from pydantic_core import to_json
@@ -32,58 +33,92 @@ from tiers.spec import ReplicaStatus, TierName
 
 DETOKENIZE = "/detokenize"
 BROKEN_CHARACTER = "\ufffd"
-CONTEXT = 8  # tokens before those whose text is asked for: a token's text may depend on those before
-MOST_DROPPED = 8  # tokens at the end that may have no text yet: more than the bytes of one character
+CONTEXT_TOKENS = 8  # sent along before those whose text is wanted: a token's text may depend on those before it
+MAX_DROPPED_TOKENS = 8  # tokens at the end that may have no text yet: more than the bytes of one character
 DETOKENIZE_TIMEOUT_S = 5.0
 log = logging.getLogger(f"qarr.{__name__}")
+
+
+class _StopMatch(NamedTuple):
+    """A complete stop string. The least match counts: the first to be complete, then the first in the request, as in vLLM.
+
+    ``end`` and ``start`` are positions in the joined text, ``number`` is the string's place in the request.
+    """
+
+    end: int
+    number: int
+    start: int
 
 
 class StopStringJoiner:
     """Finds stop strings that begin in one engine's text and end in the next one's; an engine finds them in its own only.
 
-    The first text is what was ``sent``, and what was computed besides and ``held``. With ``include`` the answer includes the
-    string that ends it.
+    The earlier text is what was ``sent``, and what was computed besides and is still ``held``. With ``include`` the answer
+    includes the string that ends it.
     """
 
     def __init__(self, sent: str, held: str, stops: Sequence[str], *, include: bool) -> None:
         longest = max(map(len, stops), default=0)
-        context = sent[-(longest - 1) :] if longest > 1 and include else ""
-        self._stops, self._include = stops, include
-        self._old, self._new, self._out = context + held, "", len(context)
-        self._context = len(context)
-        self.passed_over = any(stop in self._old for stop in stops)
+        context = ""
+        if include and longest > 1:
+            context = sent[-(longest - 1) :]
+        self._stops = stops
+        self._includes_stop = include
+        self._context_length = len(context)
+        self._earlier = context + held  # emptied once no stop string that begins in it can be completed
+        self._later = ""  # the next engine's text so far
+        self._passed_on = len(context)  # characters of both texts that were sent
+        self.passed_over = any(stop in self._earlier for stop in stops)
         self.stopped: str | None = None
-        self.end = 0
+        self.end = 0  # where ``stopped`` ends, in characters after what was sent
 
     def pass_on(self, text: str, *, last: bool, ended_by: str = "") -> str:
         """Take more of the next engine's text, and return what may be sent; set ``stopped`` once a stop string is complete.
 
         ``ended_by`` is the stop string that ended the text and is not in it.
         """
-        if not self._old:
+        if not self._earlier:
             return text
-        self._new += text
-        whole = self._old + self._new
-        seen, starts = whole + ended_by, range(len(self._old))
-        found = [
-            (start + len(stop), number, start)
-            for number, stop in enumerate(self._stops)
-            for start in starts
-            if seen.startswith(stop, start)
-        ]
-        # The first one to be complete counts; of several, the first in the request, as in vLLM.
-        own = (len(seen), self._stops.index(ended_by)) if ended_by in self._stops else (len(seen) + 1, 0)
-        if found and min(found)[:2] < own:
-            end, number, start = min(found)
-            self.stopped, self.end = self._stops[number], end - self._context
-            return whole[self._out : end if self._include else start]
-        begun = (start for start in starts if any(stop.startswith(whole[start:]) for stop in self._stops))
-        safe = None if last else next(begun, None)
-        if safe is None:
-            self._old = ""
-        end = len(whole) if self._include or safe is None else safe
-        out, self._out = whole[self._out : end], end
-        return out
+        self._later += text
+        joined = self._earlier + self._later
+        match = self._first_match(joined + ended_by)
+        if match is not None and self._precedes_engines_stop(match, len(joined + ended_by), ended_by):
+            self.stopped = self._stops[match.number]
+            self.end = match.end - self._context_length
+            answer_end = match.end if self._includes_stop else match.start
+            return joined[self._passed_on : answer_end]
+        unfinished_start = None if last else self._unfinished_start(joined)
+        if unfinished_start is None:
+            self._earlier = ""
+        safe_end = len(joined)
+        if unfinished_start is not None and not self._includes_stop:
+            safe_end = unfinished_start
+        released = joined[self._passed_on : safe_end]
+        self._passed_on = safe_end
+        return released
+
+    def _first_match(self, text: str) -> _StopMatch | None:
+        """Find the stop string that counts among those that begin in the earlier text."""
+        matches = []
+        for number, stop in enumerate(self._stops):
+            start = text.find(stop, 0, len(self._earlier) + len(stop) - 1)
+            if start >= 0:
+                matches.append(_StopMatch(end=start + len(stop), number=number, start=start))
+        return min(matches, default=None)
+
+    def _precedes_engines_stop(self, match: _StopMatch, text_end: int, ended_by: str) -> bool:
+        """Tell whether a match counts rather than the stop string that the engine has found at the end of its text."""
+        if ended_by not in self._stops:
+            return True
+        return (match.end, match.number) < (text_end, self._stops.index(ended_by))
+
+    def _unfinished_start(self, joined: str) -> int | None:
+        """Return where the first stop string begins in the earlier text that further text may complete."""
+        for start in range(len(self._earlier)):
+            tail = joined[start:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return start
+        return None
 
 
 @dataclass(slots=True)
@@ -99,23 +134,45 @@ class _Seam:
 
     def feed(self, chunks: Sequence[Chunk]) -> bool:
         """Pass on what the part adds to the answer; tell whether it may send more now."""
-        joiner, made = self.joiner, []
-        for chunk in (chunk for chunk in chunks if chunk.choice):
-            ended_by = chunk.stop_reason if isinstance(chunk.stop_reason, str) else ""
-            text = joiner.pass_on(
-                chunk.text,
-                last=chunk.finish_reason is not None,
-                ended_by="" if self.continuable.includes_stop else ended_by,
-            )
+        joiner = self.joiner
+        joined_chunks = []
+        for chunk in chunks:
+            if not chunk.choice:
+                continue
+            finish_reason = chunk.finish_reason
+            stop_reason = chunk.stop_reason
+            ended_by = ""
+            if isinstance(stop_reason, str) and not self.continuable.includes_stop:
+                ended_by = stop_reason
+            text = joiner.pass_on(chunk.text, last=finish_reason is not None, ended_by=ended_by)
             self.progress.note((chunk,))
             self.sent += len(text)
-            stopped = joiner.stopped
-            reasons = (chunk.finish_reason, chunk.stop_reason) if stopped is None else ("stop", stopped)
-            made.append(Chunk(text=text, token_ids=chunk.token_ids, finish_reason=reasons[0], stop_reason=reasons[1]))
-            if stopped is not None:
+            if joiner.stopped is not None:
+                finish_reason = "stop"
+                stop_reason = joiner.stopped
+            joined_chunks.append(
+                Chunk(text=text, token_ids=chunk.token_ids, finish_reason=finish_reason, stop_reason=stop_reason)
+            )
+            if joiner.stopped is not None:
                 self.progress.stop_at(self.begins + joiner.end)
                 break
-        return self.out(made) and joiner.stopped is None
+        return self.out(joined_chunks) and joiner.stopped is None
+
+
+class _KnownText(NamedTuple):
+    """A point of an answer at which no character is cut, and the answer's text up to it."""
+
+    tokens: int
+    text: str
+
+
+class _Remainder(NamedTuple):
+    """What is left to compute of an answer when its engine has failed."""
+
+    token_ids: Sequence[int]  # the prompt and the output so far, which are the next engine's prompt
+    output_tokens: int  # of those, the output so far
+    tokens_left: int | None  # output tokens that may follow; None: as many as the context leaves
+    number: int  # the number of the continuation, from 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +181,8 @@ class Failover:
     policy: PolicyStore
     upstream: Upstream
     telemetry: Telemetry
-    attempts: int  # most continuations of one answer
-    default_max_tokens: int  # what a tier's context must leave for a request without a limit of its own
+    attempts: int  # the most continuations of one answer
+    default_max_tokens: int  # a tier's context must leave so many tokens for a request without a limit of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,17 +195,23 @@ class Continuation:
 
     async def relay(self, answer: EngineStream, broken: EngineBrokeError, feed: Feed, drain: Drain) -> None:
         """Let ``feed`` have the rest of an answer; raise ``broken``, or what broke last, if nobody can continue it."""
-        progress, failing, tried, sent = self.progress, answer, set[str](), self.progress.told
+        progress = self.progress
+        failing = answer
+        failed_replica_ids = set[str]()
+        sent_characters = progress.told
         for number in count(1):
             log.warning("request %s: %s on %s", self.request.request_id, broken, failing.replica_id)
             await failing.aclose(broken)
             if progress.finish_reason is not None:  # only the end of the stream was missing
                 return
-            tried.add(failing.replica_id)
-            joiner = await self._joiner(sent, failing.replica_id) if number <= self.failover.attempts else None
+            failed_replica_ids.add(failing.replica_id)
+            joiner = None
+            if number <= self.failover.attempts:
+                joiner = await self._joiner(sent_characters, failing.replica_id)
             if joiner is None:
                 raise broken
-            part = await self._next_part(answer.tier, self._rounds(tried, failing.replica_id, broken), number, broken)
+            exclusions = self._exclusions(failed_replica_ids, failing.replica_id, broken)
+            part = await self._next_part(answer.tier, exclusions, number, broken)
             if part is None:  # every token had come
                 progress.finish_reason = "length"
                 feed((Chunk(text=joiner.pass_on("", last=True), finish_reason="length"),))
@@ -157,152 +220,234 @@ class Continuation:
             self.failover.telemetry.record_continuation(
                 failing.replica_id, part.replica_id, len(progress.output_ids), broken
             )
-            failing, seam = part, _Seam(joiner, progress, self.continuable, feed, sent, sent)
+            seam = _Seam(
+                joiner=joiner,
+                progress=progress,
+                continuable=self.continuable,
+                out=feed,
+                begins=sent_characters,
+                sent=sent_characters,
+            )
+            failing = part
             try:
-                while not await part.flow(seam.feed) and joiner.stopped is None:
-                    await drain()
-                await part.aclose()
-            except EngineBrokeError as again:
-                broken, sent = without_trace(again), seam.sent
+                await _flow(part, seam, drain)
+            except EngineBrokeError as error:
+                broken = without_trace(error)
+                sent_characters = seam.sent
             else:
                 return
 
-    async def _joiner(self, sent: int, failed: str) -> StopStringJoiner | None:
-        """Settle the answer, and return what joins the next part to it; None if that cannot be done safely."""
-        if not await self._settle(sent, failed):
+    async def _joiner(self, sent_characters: int, failed_replica_id: str) -> StopStringJoiner | None:
+        """Go to where the next part begins, and return what joins it to the answer; None if that is not safe."""
+        if not await self._go_to_known_text(sent_characters, failed_replica_id):
             return None
-        text, continuable = self.progress.text, self.continuable
-        joiner = StopStringJoiner(text[:sent], text[sent:], continuable.stops, include=continuable.includes_stop)
-        # With min_tokens, nobody knows whether a stop string that was passed over counts.
-        return None if joiner.passed_over and continuable.min_tokens else joiner
+        text = self.progress.text
+        continuable = self.continuable
+        joiner = StopStringJoiner(
+            text[:sent_characters], text[sent_characters:], continuable.stops, include=continuable.includes_stop
+        )
+        if joiner.passed_over and continuable.min_tokens:
+            return None  # with min_tokens, nobody knows whether a stop string that was passed over counts
+        return joiner
 
-    def _rounds(self, tried: Collection[str], failing: str, broken: EngineBrokeError) -> list[Collection[str]]:
-        """Return the replicas to leave out, round by round, so that none is asked twice.
+    def _exclusions(
+        self, failed_ids: Collection[str], failing_id: str, broken: EngineBrokeError
+    ) -> list[Collection[str]]:
+        """Return the ids of the replicas to leave out, round by round, so that no replica is asked twice.
 
-        Those that have not failed this answer come first, then those that failed it earlier. The one that has just failed
-        comes last, since only its connection may have failed; not if it stalled, for then it would stall again.
+        First come the replicas that have not failed this answer. Those that failed it earlier come next. The one that has
+        just failed comes last, since only its connection may have failed; not if it stalled, for then it would stall again.
         """
-        every = {replica.id for replica in self.failover.fleet.replicas}
-        rounds: list[Collection[str]] = [tried, every.difference(tried) | {failing}]
+        all_ids = {replica.id for replica in self.failover.fleet.replicas}
+        failed_earlier_ids = set(failed_ids) - {failing_id}
+        all_but_failed_earlier = all_ids - failed_earlier_ids
+        exclusions: list[Collection[str]] = [failed_ids, all_but_failed_earlier]
         if not isinstance(broken, EngineStalledError):
-            rounds.append(every - {failing})
-        return rounds
+            all_but_failing = all_ids - {failing_id}
+            exclusions.append(all_but_failing)
+        return exclusions
 
     async def _next_part(
-        self, first: TierName, exclude: Sequence[Collection[str]], number: int, broken: EngineBrokeError
+        self, first_tier: TierName, exclusions: Sequence[Collection[str]], number: int, broken: EngineBrokeError
     ) -> EngineStream | None:
         """Begin the next part on the first tier, or on one that the policy allows now; None: no token is left to compute.
 
         Raise ``broken`` if no engine could.
         """
-        progress, decision, failover = self.progress, self.decision, self.failover
-        ids = [*progress.prompt_ids, *progress.output_ids]
-        done, length, most = len(progress.output_ids), len(ids), self.continuable.max_tokens
-        left = None if most is None else most - done
-        if left is not None and left <= 0:
+        remainder = self._remainder(number)
+        if remainder.tokens_left is not None and remainder.tokens_left <= 0:
             return None
-        needed = failover.default_max_tokens if left is None else left
+        # One output token is enough to be a successor: ``_fits`` looks at each tier's own context, of which a request
+        # without a limit may use less than it asked for.
+        query = replace(self.decision.query, prompt_tokens=len(remainder.token_ids), max_tokens=1)
+        tiers = (first_tier, *self.failover.policy.successors(first_tier, query))
         cause: UpstreamError | None = None
-        # Each tier's own context is checked below: a request without a limit may use less of it than was asked for.
-        targets = failover.policy.successors(first, replace(decision.query, prompt_tokens=length, max_tokens=1))
-        for excluded, tier in product(exclude, (first, *targets)):
-            context = failover.fleet.spec(tier).max_model_len
-            if length + (1 if left is None and tier is first else needed) > context:
+        for excluded_ids, tier in product(exclusions, tiers):
+            if not self._fits(remainder, tier, is_first=tier is first_tier):
                 continue
-            most_left = left or context - length
-            asked = _request_to_continue(self.request, self.continuable, ids, done=done, left=most_left, number=number)
-            query = replace(decision.query, prompt_tokens=length, max_tokens=min(most_left, needed))
-            there = replace(decision, tier=tier, query=query)
             try:
-                part = await failover.upstream.open(there, asked, exclude=excluded, over_limit=True, elsewhere=False)
+                return await self._open_part(remainder, tier, excluded_ids)
             except UpstreamError as error:
                 cause = without_trace(error)
-            else:
-                assert isinstance(part, EngineStream)
-                return part
         raise broken from cause
 
-    async def _settle(self, sent: int, failed: str) -> bool:
+    def _remainder(self, number: int) -> _Remainder:
+        progress = self.progress
+        output_tokens = len(progress.output_ids)
+        tokens_left = None
+        if self.continuable.max_tokens is not None:
+            tokens_left = self.continuable.max_tokens - output_tokens
+        return _Remainder(
+            token_ids=[*progress.prompt_ids, *progress.output_ids],
+            output_tokens=output_tokens,
+            tokens_left=tokens_left,
+            number=number,
+        )
+
+    def _fits(self, remainder: _Remainder, tier: TierName, *, is_first: bool) -> bool:
+        """Tell whether a tier's context has room for what is left of an answer.
+
+        An answer without a limit of its own may stay on its first tier until that tier's context is full.
+        """
+        room_needed = remainder.tokens_left or self.failover.default_max_tokens
+        if is_first and remainder.tokens_left is None:
+            room_needed = 1
+        return len(remainder.token_ids) + room_needed <= self.failover.fleet.spec(tier).max_model_len
+
+    async def _open_part(self, remainder: _Remainder, tier: TierName, excluded_ids: Collection[str]) -> EngineStream:
+        failover = self.failover
+        length = len(remainder.token_ids)
+        max_tokens = remainder.tokens_left or failover.fleet.spec(tier).max_model_len - length
+        expected_tokens = min(max_tokens, remainder.tokens_left or failover.default_max_tokens)
+        request = _request_to_continue(self.request, self.continuable, remainder, max_tokens)
+        query = replace(self.decision.query, prompt_tokens=length, max_tokens=expected_tokens)
+        decision = replace(self.decision, tier=tier, query=query)
+        part = await failover.upstream.open(decision, request, exclude=excluded_ids, over_limit=True, elsewhere=False)
+        assert isinstance(part, EngineStream)
+        return part
+
+    async def _go_to_known_text(self, sent_characters: int, failed_replica_id: str) -> bool:
         """Go to a point of the answer, not before what was sent, where its text is known; False: there is none.
 
-        If the stream does not show such a point, engines are asked for the text: the failed one last, since only its
-        connection may have failed.
+        If the stream does not show such a point, engines are asked for the text. They are asked as well for what a parser
+        may have held back at a point that it shows.
         """
-        progress, continuable = self.progress, self.continuable
+        progress = self.progress
+        if not self._is_continuable():
+            return False
+        is_text_known = progress.settled
+        if not is_text_known or progress.point != progress.begun:
+            for replica in self._replicas_to_ask(failed_replica_id):
+                known = await self._ask_for_text(replica, is_text_known=is_text_known)
+                if known is not None and len(known.text) >= sent_characters:
+                    progress.rest_at(known.tokens, known.text)
+                    return True
+        if is_text_known:
+            point = progress.point
+            progress.rest_at(point.tokens, progress.text[: point.characters])
+        return is_text_known
+
+    def _is_continuable(self) -> bool:
+        progress = self.progress
+        continuable = self.continuable
         if not progress.continuable or not progress.prompt_ids:
             return False
-        if continuable.stops and continuable.min_tokens > len(progress.output_ids):
-            return False  # it is unknown which of the next engine's tokens is the first that may complete a stop string
-        every, settled = self.failover.fleet.replicas, progress.settled
-        replicas = [r for r in every if r.state.status is ReplicaStatus.READY and r.id != failed]
-        replicas += (r for r in every if r.id == failed)
-        for replica in replicas if progress.point != progress.begun or not settled else ():
-            try:
-                async with asyncio.timeout(DETOKENIZE_TIMEOUT_S):
-                    found = await (self._parsed(replica) if settled else self._aligned(replica))
-            except (UpstreamError, TimeoutError, ValueError, LookupError, TypeError):
-                continue
-            if found is not None and len(found[1]) >= sent:
-                progress.rest_at(*found)
-                return True
-        if settled:
-            tokens, characters = progress.point
-            progress.rest_at(tokens, progress.text[:characters])
-        return settled
+        # Below min_tokens, nobody knows which of the next engine's tokens is the first that may complete a stop string.
+        return not continuable.stops or continuable.min_tokens <= len(progress.output_ids)
 
-    async def _parsed(self, replica: Replica) -> tuple[int, str] | None:
-        """Return the tokens of the last known point, and the text there with what a parser in the engine may hold back.
+    def _replicas_to_ask(self, failed_replica_id: str) -> list[Replica]:
+        """Return the ready replicas, and last the one that has failed: only its connection may have failed."""
+        ready = []
+        failed = []
+        for replica in self.failover.fleet.replicas:
+            if replica.id == failed_replica_id:
+                failed.append(replica)
+            elif replica.state.status is ReplicaStatus.READY:
+                ready.append(replica)
+        return ready + failed
+
+    async def _ask_for_text(self, replica: Replica, *, is_text_known: bool) -> _KnownText | None:
+        """Ask an engine for the answer's text at the last known point, or at one near the end; None: it cannot tell."""
+        try:
+            async with asyncio.timeout(DETOKENIZE_TIMEOUT_S):
+                if is_text_known:
+                    return await self._text_at_last_point(replica)
+                return await self._text_near_the_end(replica)
+        except (UpstreamError, TimeoutError, ValueError, LookupError, TypeError):
+            return None
+
+    async def _text_at_last_point(self, replica: Replica) -> _KnownText | None:
+        """Return the text at the last known point, with what a parser in the engine may hold back.
 
         A parser for reasoning holds back a part of a token's text until it knows that no tag begins there.
         """
         progress = self.progress
-        begun, end = progress.begun, progress.point
-        before = progress.output_ids[: begun.tokens][-CONTEXT:]
-        ids = [*before, *progress.output_ids[begun.tokens : end.tokens]]
-        shown = await self._detokenized(before, replica) if before else None
-        text = await self._detokenized(ids, replica)
-        rest = progress.text[begun.characters :]
-        whole = next((whole for whole in _readings(text, shown) if whole.startswith(rest)), None)
-        if whole is None or whole.endswith(BROKEN_CHARACTER):
+        begun = progress.begun
+        end = progress.point
+        context_ids = progress.output_ids[: begun.tokens][-CONTEXT_TOKENS:]
+        context_text = await self._context_text(context_ids, replica)
+        ids = [*context_ids, *progress.output_ids[begun.tokens : end.tokens]]
+        engine_text = await self._detokenized(ids, replica)
+        sent_text = progress.text[begun.characters :]
+        matching = [reading for reading in _readings(engine_text, context_text) if reading.startswith(sent_text)]
+        if not matching or matching[0].endswith(BROKEN_CHARACTER):
             return None
-        more = whole[len(rest) :]
-        if more and len(more) > len(text) - len(await self._detokenized(ids[:-1], replica)):
-            return None  # longer than the last token: it is something else, such as a special token
-        return end.tokens, progress.text + more
+        held_text = matching[0][len(sent_text) :]
+        if held_text:
+            last_token_length = len(engine_text) - len(await self._detokenized(ids[:-1], replica))
+            if len(held_text) > last_token_length:
+                return None  # it is more than a part of a token, such as a special token
+        return _KnownText(end.tokens, progress.text + held_text)
 
-    async def _aligned(self, replica: Replica) -> tuple[int, str] | None:
-        """Return the tokens that end no character halfway, and their text, sent or not; None if the engine cannot tell.
+    async def _text_near_the_end(self, replica: Replica) -> _KnownText | None:
+        """Return the last point that cuts no character, with the text there, sent or not; None if the engine cannot tell.
 
         Its text is used if it agrees with what came, and has as many more characters as an engine holds back.
         """
         progress = self.progress
-        before = progress.output_ids[: progress.point.tokens][-CONTEXT:]
-        shown = await self._detokenized(before, replica) if before else None
-        found = await self._whole(replica, before, shown, hidden=())
-        if found is None and progress.silent:
-            ids = progress.output_ids
-            # Special tokens, which answers leave out: whole characters, and yet they gave no text.
-            special = [n for n in progress.silent if BROKEN_CHARACTER not in await self._detokenized([ids[n]], replica)]
-            found = await self._whole(replica, before, shown, special)
-        return found
+        context_ids = progress.output_ids[: progress.point.tokens][-CONTEXT_TOKENS:]
+        context_text = await self._context_text(context_ids, replica)
+        known = await self._match_text(replica, context_ids, context_text, hidden=())
+        if known is None and progress.silent:
+            hidden = await self._special_tokens(replica)
+            known = await self._match_text(replica, context_ids, context_text, hidden=hidden)
+        return known
 
-    async def _whole(
-        self, replica: Replica, before: Sequence[int], shown: str | None, hidden: Collection[int]
-    ) -> tuple[int, str] | None:
-        """Do so, given an engine's text of the tokens before, and the numbers of tokens that answers do not show."""
-        progress, all_ids = self.progress, self.progress.output_ids
-        start, characters = progress.point
-        known, rest = progress.text[:characters], progress.text[characters:]
-        for end in range(len(all_ids), max(len(all_ids) - MOST_DROPPED, start), -1):
-            ids = [all_ids[number] for number in range(start, end) if number not in hidden]
-            text = await self._detokenized([*before, *ids], replica)
-            if text.endswith(BROKEN_CHARACTER):
+    async def _special_tokens(self, replica: Replica) -> list[int]:
+        """Return the numbers of silent tokens that are no part of a character: special ones, which answers leave out."""
+        special = []
+        for number in self.progress.silent:
+            text = await self._detokenized([self.progress.output_ids[number]], replica)
+            if BROKEN_CHARACTER not in text:
+                special.append(number)
+        return special
+
+    async def _match_text(
+        self, replica: Replica, context_ids: Sequence[int], context_text: str | None, *, hidden: Collection[int]
+    ) -> _KnownText | None:
+        """Match an engine's text of the last tokens against what came, ignoring ``hidden`` tokens, which produce no text."""
+        progress = self.progress
+        output_ids = progress.output_ids
+        start = progress.point
+        known_text = progress.text[: start.characters]
+        later_text = progress.text[start.characters :]
+        expected_length = len(later_text) + progress.held_back
+        for end in range(len(output_ids), max(len(output_ids) - MAX_DROPPED_TOKENS, start.tokens), -1):
+            ids = [output_ids[number] for number in range(start.tokens, end) if number not in hidden]
+            engine_text = await self._detokenized([*context_ids, *ids], replica)
+            if engine_text.endswith(BROKEN_CHARACTER):
                 continue  # within a character, which the next engine computes again
-            for more in _readings(text, shown):
-                if more.startswith(rest) and len(more) == len(rest) + progress.held_back:
-                    return end, known + more
+            for reading in _readings(engine_text, context_text):
+                if reading.startswith(later_text) and len(reading) == expected_length:
+                    return _KnownText(end, known_text + reading)
             return None
         return None
+
+    async def _context_text(self, context_ids: Sequence[int], replica: Replica) -> str | None:
+        """Return an engine's text of the tokens before those whose text is wanted; None: there are none."""
+        if not context_ids:
+            return None
+        return await self._detokenized(context_ids, replica)
 
     async def _detokenized(self, ids: Sequence[int], replica: Replica) -> str:
         if not ids:
@@ -315,30 +460,36 @@ class Continuation:
         return text
 
 
-def _readings(text: str, shown: str | None) -> tuple[str, ...]:
-    """Return what tokens' own text may be, given an engine's text of them with those before, and of those, if any."""
-    if shown is not None:
-        return (text.removeprefix(shown),) if text.startswith(shown) else ()
-    return text, " " + text  # some tokenizers drop a space where a text begins
+async def _flow(part: EngineStream, seam: _Seam, drain: Drain) -> None:
+    """Pass on an engine's part of an answer, to its end or to a stop string that begins before it."""
+    while not await part.flow(seam.feed) and seam.joiner.stopped is None:
+        await drain()
+    await part.aclose()
+
+
+def _readings(text: str, context_text: str | None) -> tuple[str, ...]:
+    """Return what the text of some tokens may be, from an engine's text of context and tokens, and of the context alone."""
+    if context_text is None:
+        return text, " " + text  # some tokenizers drop a space where a text begins
+    if not text.startswith(context_text):
+        return ()
+    return (text.removeprefix(context_text),)
 
 
 def _request_to_continue(
-    origin: EngineRequest, asked: Continuable, ids: Sequence[int], *, done: int, left: int, number: int
+    origin: EngineRequest, continuable: Continuable, remainder: _Remainder, max_tokens: int
 ) -> EngineRequest:
-    """Return what the next engine is asked: complete the ids of the prompt and of the output so far.
-
-    ``done`` output tokens there are, ``left`` are to come at most. ``number``: of the continuation, from 1.
-    """
-    sampling = dict(asked.sampling)
+    """Return the request to the next engine: to complete the ids of the prompt and of the output so far."""
+    sampling = dict(continuable.sampling)
     if "min_tokens" in sampling:
-        sampling["min_tokens"] = max(asked.min_tokens - done, 0)
+        sampling["min_tokens"] = max(continuable.min_tokens - remainder.output_tokens, 0)
     return EngineRequest(
-        document={**sampling, "prompt": ids, "max_tokens": left},
+        document={**sampling, "prompt": remainder.token_ids, "max_tokens": max_tokens},
         path="/v1/completions",
         operation="text_completion",
-        request_id=f"{origin.request_id}-c{number}",
-        priority=asked.priority - 1,  # above new requests of its class: its caller waits in the middle of an answer
+        request_id=f"{origin.request_id}-c{remainder.number}",
+        priority=continuable.priority - 1,  # above new requests of its class: its caller is in the middle of an answer
         asks_token_ids=True,
         adapter=origin.adapter,
-        continued_tokens=done,
+        continued_tokens=remainder.output_tokens,
     )

@@ -44,7 +44,8 @@ class Overflow:
 
     def takes(self, decision: Decision, call: Call) -> bool:
         """Tell whether a refused request may go to the overflow. No lease looks at precisions here."""
-        options, caller = call.options, call.context.caller
+        options = call.options
+        caller = call.context.caller
         return (
             bool(self.client.name)
             and decision.refusal in FULL
@@ -63,44 +64,57 @@ class Overflow:
     ) -> EngineAnswer | None:
         """Return the overflow's answer to a request, once it has begun; None: the refusal stands.
 
-        It was first sent at ``sent_at``, by the monotonic clock.
+        ``sent_at`` is when the request was first sent, by the monotonic clock.
 
         ``RequestRefusedError``: the overflow refuses the request as well.
         """
         assert decision.refusal is not None
-        journey = active.context.journey
-        waited_s = sum([ended - began for began, ended in journey.waits]) if journey is not None else 0.0
-        active.diverted = Diverted(self.client.name, waited_s * 1000, time.monotonic())
+        diverted = Diverted(self.client.name, waited_ms=_waited_s(active) * 1000, at=time.monotonic())
+        active.diverted = diverted
         try:
             answer = await self.client.open(asked, decision.query.sequences, sent_at)
         except UpstreamError as error:
-            active.diverted = active.diverted._replace(failure=FAILURES.get(type(error), "failed"))
-            # what it has said is in no text here
-            log.warning("request %s: overflow %s: %s", active.context.request_id, self.client.name, error)
-            self.telemetry.record_failed_attempt(f"overflow {self.client.name}", error)
+            active.diverted = diverted._replace(failure=FAILURES.get(type(error), "failed"))
+            self._report_failure(active, error)
             if isinstance(error, RefusedThereError):
                 reason = f"{decision.reason}; the overflow {self.client.name} refuses it as well: {error}"
                 raise RequestRefusedError(replace(decision, reason=reason)) from None
             return None
         except asyncio.CancelledError:
-            active.diverted = active.diverted._replace(failure="cancelled")
+            active.diverted = diverted._replace(failure="cancelled")
             raise
-        why = f"{FULL[decision.refusal]} ({decision.reason}), so the overflow {answer.overflow} answers"
-        active.decision = replace(decision, reason=why, degraded=("unmeasured",))
+        reason = f"{FULL[decision.refusal]} ({decision.reason}), so the overflow {answer.overflow} answers"
+        active.decision = replace(decision, reason=reason, degraded=("unmeasured",))
         return answer
+
+    def _report_failure(self, active: ActiveRequest, error: UpstreamError) -> None:
+        """Write to log and trace that the overflow gave no answer. The error's text quotes nothing of what it has said."""
+        log.warning("request %s: overflow %s: %s", active.context.request_id, self.client.name, error)
+        self.telemetry.record_failed_attempt(f"overflow {self.client.name}", error)
 
     def ended(self, active: ActiveRequest, error: BaseException | None) -> None:
         """Write to the decision log what became of a request that no tier had a slot for."""
-        diverted, answer = active.diverted, active.answer
+        diverted = active.diverted
         if diverted is None or self.decisions is None:
             return
-        failure = error or (answer.error if answer is not None else None)
+        failure = error or active.answer_error
+        output_tokens = 0
+        if active.answer is not None:
+            output_tokens = active.answer.output_tokens
         self.decisions.ended(
             OverflowRecord(
                 request_id=active.context.request_id,
                 overflow=diverted.name,
                 failure=diverted.failure,
-                output_tokens=answer.output_tokens if answer is not None else 0,
+                output_tokens=output_tokens,
                 error=error_name(failure) if failure is not None else None,
             )
         )
+
+
+def _waited_s(active: ActiveRequest) -> float:
+    """Return how long a request has waited in the queue."""
+    journey = active.context.journey
+    if journey is None:
+        return 0.0
+    return sum([ended - began for began, ended in journey.waits])

@@ -15,7 +15,7 @@ from classifier import PromptClass, PromptFeatures, SecondLook, TokenCounter
 from router.accounting.charging import Charging, usage_of
 from router.auth.api_keys import BeyondKeyError
 from router.auth.quota import Quotas
-from router.pipeline.admission import Admission
+from router.pipeline.admission import Admission, Slot
 from router.pipeline.failover import Continuation, Failover
 from router.pipeline.overflow import Overflow
 from router.pipeline.registry import ActiveRequest, RequestRegistry
@@ -27,7 +27,7 @@ from router.policy.table import PolicyStore
 from router.telemetry.record import FREE, JOURNEY, Journey, TierUsage
 from router.telemetry.tracing import Telemetry, server_span
 from router.upstream.engine_request import EngineRequest
-from router.upstream.engine_stream import EngineStream
+from router.upstream.engine_stream import EngineAnswer, EngineStream
 from router.upstream.errors import EngineTooSlowError
 from tiers.fleet import Fleet
 from tiers.spec import TierName, in_order
@@ -39,7 +39,7 @@ class Pipeline:
 
     fleet: Fleet
     counter: TokenCounter
-    second_look: SecondLook | None  # at prompts that may have code; None: it is not installed
+    second_look: SecondLook | None  # the one at prompts that may have code; None: it is not installed
     policy: PolicyStore
     quotas: Quotas
     charging: Charging
@@ -49,8 +49,8 @@ class Pipeline:
     registry: RequestRegistry
     decisions: DecisionLog | None  # the decision log; None: none is written
     telemetry: Telemetry
-    prompt_observer: Callable[[str, PromptFeatures], None] | None  # is shown every prompt of a served request
-    # is shown every complete answer: its decision, the tier that served it, and the messages it answers, if known
+    prompt_observer: Callable[[str, PromptFeatures], None] | None  # gets every prompt of a served request
+    # Gets every complete answer: its decision, the tier that served it, and the messages that it answers, if known.
     answer_observer: Callable[[Decision, TierName, Sequence[Any] | None], None] | None
 
     async def decide(self, call: Call, *, serve: bool = True) -> Decision:
@@ -58,9 +58,7 @@ class Pipeline:
 
         ``BeyondKeyError``: the caller's key refuses the hinted tier; where it does not refuse, the policy lowers the hint.
         """
-        caller, hint = call.context.caller, call.options.hint
-        if caller.over == "refuse" and hint is not None and caller.tiers is not None and hint not in caller.tiers:
-            raise BeyondKeyError(call.options.hint_field, hint, ", ".join(in_order(caller.tiers)))
+        _check_hint(call)
         if self.fleet.preempt is not None:
             self.fleet.preempt()
         began = time.monotonic()
@@ -69,35 +67,54 @@ class Pipeline:
             features = await self._look_again(call, features, self.second_look)
         classified = time.monotonic()
         query = call.query(features, self.fleet.template, affinity=self.fleet.options.affinity)
-        fleet, table = self.fleet.snapshot(prefix=query.prefix), self.policy.table
+        fleet = self.fleet.snapshot(prefix=query.prefix)
+        table = self.policy.table
         if not call.limited:
             query = within_context(query, fleet)
         decision = decide(query, fleet, table)
         if serve:
-            prompt = call.prompt.text if self.telemetry.record_prompts and server_span() is not None else ""
-            journey = Journey(call.context.arrived, began, classified, time.monotonic(), prompt)
-            call.context.journey = journey
-            JOURNEY.set(journey)
-        if serve and self.prompt_observer is not None:
-            self.prompt_observer(call.prompt.text, features)
-        if serve and self.decisions is not None:
-            self.decisions.decided(call.context.request_id, decision, fleet, table, priority=call.options.priority)
+            self._begin_journey(call, began, classified)
+            if self.prompt_observer is not None:
+                self.prompt_observer(call.prompt.text, features)
+            if self.decisions is not None:
+                self.decisions.decided(
+                    call.context.request_id, decision, fleet=fleet, table=table, priority=call.options.priority
+                )
         return decision
 
-    async def _look_again(self, call: Call, features: PromptFeatures, second: SecondLook) -> PromptFeatures:
+    async def _look_again(self, call: Call, features: PromptFeatures, second_look: SecondLook) -> PromptFeatures:
         """Return the features after a second look, where the tier hangs on whether the prompt has code."""
-        fleet, table = self.fleet.snapshot(), self.policy.table
-        other = PromptClass.CHAT if features.has_code else features.prompt_class
-        known = [replace(features, prompt_class=kind, confidence=1.0) for kind in (PromptClass.CODE, other)]
-        code, prose = (decide(call.query(each, self.fleet.template), fleet, table).tier for each in known)
-        if code is prose:
+        fleet = self.fleet.snapshot()
+        table = self.policy.table
+
+        def tier_for(prompt_class: PromptClass) -> TierName | None:
+            certain = replace(features, prompt_class=prompt_class, confidence=1.0)
+            return decide(call.query(certain, self.fleet.template), fleet, table).tier
+
+        class_without_code = PromptClass.CHAT if features.has_code else features.prompt_class
+        if tier_for(PromptClass.CODE) is tier_for(class_without_code):
             return features
-        odds = await asyncio.to_thread(second.read, call.prompt.text)
-        return call.prompt.classify(self.counter, odds)
+        second_opinion = await asyncio.to_thread(second_look.read, call.prompt.text)
+        return call.prompt.classify(self.counter, second_opinion)
+
+    def _begin_journey(self, call: Call, began: float, classified: float) -> None:
+        """Begin to note what a request goes through, now that it is decided on."""
+        prompt = ""
+        if self.telemetry.record_prompts and server_span() is not None:
+            prompt = call.prompt.text
+        journey = Journey(
+            arrived=call.context.arrived,
+            began=began,
+            classified=classified,
+            decided=time.monotonic(),
+            prompt=prompt,
+        )
+        call.context.journey = journey
+        JOURNEY.set(journey)
 
     @asynccontextmanager
     async def serve(self, call: Call, decision: Decision) -> AsyncIterator[ActiveRequest]:
-        """Open an answer, and give back what it took however the request ends.
+        """Open an answer, and give back what the request took, however it ends.
 
         Raises:
             OverQuotaError: The caller's quota is used up.
@@ -105,20 +122,18 @@ class Pipeline:
             RequestRefusedError: No tier serves the request, or no slot was free in time.
             UpstreamError: No engine began an answer.
         """
-        asked = call.asked if call.limited else call.asked.at_most(decision.query.max_tokens)
+        asked = call.asked
+        if not call.limited:
+            asked = asked.at_most(decision.query.max_tokens)
         active = self.registry.begin(call.context, decision, call.options.priority)
         error: BaseException | None = None
         try:
             sent_at = time.monotonic()
             if call.context.caller.quota is not None or call.context.caller.accounts:
                 await self._reserve(active, call)
-            await self._admit(active, asked, call, sent_at)
+            await self._admit(active, asked, call, sent_at=sent_at)
             if active.slot is not None:
-                upstream, lease = self.failover.upstream, active.slot.lease
-                active.answer = answer = await upstream.open(active.decision, asked, sent_at, lease=lease)
-                if isinstance(answer, EngineStream) and asked.continuable is not None:
-                    rest = Continuation(self.failover, active.decision, asked, asked.continuable, answer.progress)
-                    answer.continuation = rest.relay
+                await self._open_answer(active, active.slot, asked, sent_at=sent_at)
             yield active
         except BaseException as caught:
             error = caught
@@ -128,23 +143,27 @@ class Pipeline:
                 await self._close(active, asked, error)
             finally:
                 self.registry.end(active, error)
-                error = None  # its trace leads here
+                error = None  # break the reference cycle between the exception and this frame
 
     async def _reserve(self, active: ActiveRequest, call: Call) -> None:
         """Take quota and budget of the caller, unless nobody serves the request."""
-        decision, caller, limits = active.decision, call.context.caller, call.context.limits
-        final = decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY
-        if final and not self.overflow.takes(decision, call):
+        decision = active.decision
+        caller = call.context.caller
+        headers = call.context.limits
+        is_final = decision.tier is None and decision.refusal is not Refusal.AT_CAPACITY
+        if is_final and not self.overflow.takes(decision, call):
             raise RequestRefusedError(decision)
         if caller.quota is not None:
-            active.quota = await self.quotas.enter(caller, min(decision.query.tokens_in_all, MAX_COUNT), limits)
+            tokens = min(decision.query.tokens_in_all, MAX_COUNT)
+            active.quota = await self.quotas.enter(caller, tokens, headers)
         if caller.accounts:
-            active.budget, active.decision = await self.charging.reserve(caller, decision, limits)
+            active.budget, active.decision = await self.charging.reserve(caller, decision, headers)
 
-    async def _admit(self, active: ActiveRequest, asked: EngineRequest, call: Call, sent_at: float) -> None:
+    async def _admit(self, active: ActiveRequest, asked: EngineRequest, call: Call, *, sent_at: float) -> None:
         """Take a slot; if there is none, open the overflow's answer, where that may answer."""
+        key_id = active.context.caller.key_id
         try:
-            slot = await self.admission.enter(active.decision, active.context.caller.key_id, call.options.priority)
+            slot = await self.admission.enter(active.decision, key_id, call.options.priority)
         except RequestRefusedError as refused:
             if not self.overflow.takes(refused.decision, call):
                 raise
@@ -152,43 +171,87 @@ class Pipeline:
             if active.answer is None:
                 raise
             return
-        active.slot, active.decision, active.sent = slot, slot.decision, time.monotonic()
+        active.slot = slot
+        active.decision = slot.decision
+        active.sent = time.monotonic()
+
+    async def _open_answer(self, active: ActiveRequest, slot: Slot, asked: EngineRequest, *, sent_at: float) -> None:
+        """Open an engine's answer, and let another engine continue it if its own one fails."""
+        answer = await self.failover.upstream.open(active.decision, asked, sent_at, lease=slot.lease)
+        active.answer = answer
+        if isinstance(answer, EngineStream) and asked.continuable is not None:
+            continuation = Continuation(
+                failover=self.failover,
+                decision=active.decision,
+                request=asked,
+                continuable=asked.continuable,
+                progress=answer.progress,
+            )
+            answer.continuation = continuation.relay
 
     async def _close(self, active: ActiveRequest, asked: EngineRequest, error: BaseException | None) -> None:
-        answer = active.answer
+        """Close the answer and give back what the request took. Every step is taken, even if an earlier one fails."""
         try:
-            if answer is not None:
-                ours = answer.overflow is None
-                if active.context.caller.key_id and ours:
-                    active.usage = usage_of(active.decision, answer)
-                read = answer.usage["prompt_tokens"] if answer.usage else active.decision.query.tokens_to_read
-                active.used = read + answer.output_tokens
-                if answer.complete and ours and self.answer_observer is not None:
-                    self.answer_observer(active.decision, answer.tier, asked.chat)
-                await answer.aclose(error or answer.error)
+            if active.answer is not None:
+                await self._close_answer(active, active.answer, asked, error)
             elif isinstance(error, asyncio.CancelledError | EngineTooSlowError):
                 _count_unanswered(active)
         finally:
             try:
-                if active.diverted is not None:
-                    self.overflow.ended(active, error)
-                if active.budget is not None:
-                    cost = self.charging.pricing.cost(active.decision, active.usage)
-                    active.cost = cost.at_most(active.budget.hold.reserved)
-            finally:  # give back slot, quota and budget, exactly once; of the latter two, what was not used
-                if active.slot is not None:
-                    self.admission.leave(active.context.caller.key_id, active.slot)
-                try:
-                    if active.quota is not None:
-                        await active.quota.settle(active.used)
-                finally:  # also when this is cancelled
-                    if active.budget is not None:
-                        await active.budget.settle(active.cost or FREE)
+                self._conclude(active, error)
+            finally:
+                await self._give_back(active)
+
+    async def _close_answer(
+        self, active: ActiveRequest, answer: EngineAnswer, asked: EngineRequest, error: BaseException | None
+    ) -> None:
+        """Count what an answer has used, show it to the observer if it is complete, and close it."""
+        is_from_fleet = answer.overflow is None
+        if is_from_fleet and active.context.caller.key_id:
+            active.usage = usage_of(active.decision, answer)
+        prompt_tokens = active.decision.query.tokens_to_read
+        if answer.usage:
+            prompt_tokens = answer.usage["prompt_tokens"]
+        active.used = prompt_tokens + answer.output_tokens
+        if is_from_fleet and answer.complete and self.answer_observer is not None:
+            self.answer_observer(active.decision, answer.tier, asked.chat)
+        await answer.aclose(error or answer.error)
+
+    def _conclude(self, active: ActiveRequest, error: BaseException | None) -> None:
+        """Log how a request ended at the overflow, and find what it costs of its budget: never more than was reserved."""
+        if active.diverted is not None:
+            self.overflow.ended(active, error)
+        if active.budget is not None:
+            cost = self.charging.pricing.cost(active.decision, active.usage)
+            active.cost = cost.at_most(active.budget.hold.reserved)
+
+    async def _give_back(self, active: ActiveRequest) -> None:
+        """Give back slot, quota and budget, each exactly once; of quota and budget, what was not used."""
+        if active.slot is not None:
+            self.admission.leave(active.context.caller.key_id, active.slot)
+        try:
+            if active.quota is not None:
+                await active.quota.settle(active.used)
+        finally:  # the budget goes back even if this task is cancelled while the quota does
+            if active.budget is not None:
+                await active.budget.settle(active.cost or FREE)
+
+
+def _check_hint(call: Call) -> None:
+    """Raise ``BeyondKeyError`` if the caller's key refuses the hinted tier."""
+    caller = call.context.caller
+    hint = call.options.hint
+    if caller.over != "refuse" or caller.tiers is None or hint is None:
+        return
+    if hint not in caller.tiers:
+        raise BeyondKeyError(call.options.hint_field, hint, ", ".join(in_order(caller.tiers)))
 
 
 def _count_unanswered(active: ActiveRequest) -> None:
     """Count a prompt that an engine may have computed, though it has not begun to answer."""
+    prompt_tokens = active.decision.query.tokens_to_read
     if active.slot is not None or active.diverted is not None:
-        active.used = active.decision.query.tokens_to_read
-    if active.slot is not None and active.decision.tier is not None and active.context.caller.key_id:
-        active.usage = (TierUsage(active.decision.tier, active.decision.query.tokens_to_read, 0, 0),)
+        active.used = prompt_tokens
+    tier = active.decision.tier
+    if active.slot is not None and tier is not None and active.context.caller.key_id:
+        active.usage = (TierUsage(tier, prompt=prompt_tokens, cached=0, output=0),)

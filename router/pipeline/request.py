@@ -29,18 +29,20 @@ class RequestContext(Struct):
     trace_id: str
     caller: Caller = ANONYMOUS
     route: str = ""  # the path
-    # the request's headers, with names in lower case; of those that share a name, the first
+    # The request's headers, with names in lower case. Of headers that share a name, the first one is here.
     sent: Mapping[bytes, bytes] = field(default_factory=dict)
-    # when the whole request was there, by the monotonic clock, in seconds
+    # When the last byte of the request had come, by the monotonic clock, in seconds.
     arrived: float = field(default_factory=time.monotonic)
     recorded: bool = False  # whether there is a record of it, from which the log has a line
     journey: Journey | None = None  # what it goes through; None: it is not to be served, or not decided on yet
-    # headers about the key's quotas, filled once they are known; errors carry them as well
+    # Headers about the key's quotas, filled once they are known. Errors carry them as well.
     limits: dict[str, str] = field(default_factory=dict)
 
     def header(self, name: bytes) -> str | None:
         value = self.sent.get(name)
-        return None if value is None else value.decode("latin-1")
+        if value is None:
+            return None
+        return value.decode("latin-1")
 
     @property
     def ids(self) -> dict[str, str]:
@@ -48,29 +50,34 @@ class RequestContext(Struct):
 
     @property
     def headers(self) -> dict[str, str]:
-        anthropic = {"request-id": self.request_id} if self.route.startswith("/v1/messages") else {}
-        return {"x-request-id": self.request_id, "x-qarr-trace-id": self.trace_id, **anthropic, **self.limits}
+        headers = {"x-request-id": self.request_id, "x-qarr-trace-id": self.trace_id}
+        if self.route.startswith("/v1/messages"):
+            headers["request-id"] = self.request_id  # Anthropic's name of it
+        headers.update(self.limits)
+        return headers
 
 
 class PromptText(Struct, frozen=True):
     text: str  # the user's last turn, which is classified
-    # of the longest prompt, without the chat template; None: those of ``text`` and ``system_tokens``
+    # Tokens of the longest prompt, without the chat template. None: those of ``text`` and ``system_tokens``.
     prompt_tokens: int | None = None
-    text_tokens: int | None = None  # of ``text``; None: not counted yet
-    system_tokens: int = 0  # of the system prompt; ignored if ``prompt_tokens`` is given
-    all_tokens: int = 0  # of all prompts together; 0: there is one
-    messages: int = 0  # of a chat; 0 for a completion
+    text_tokens: int | None = None  # tokens of ``text``; None: not counted yet
+    system_tokens: int = 0  # tokens of the system prompt; ignored if ``prompt_tokens`` is given
+    all_tokens: int = 0  # tokens of all prompts together; 0: there is one prompt
+    messages: int = 0  # messages of a chat; 0 for a completion
     system: bool = False  # whether the chat has a system message
     other_parts: tuple[str, ...] = ()  # kinds of parts that are not text, such as ``image_url``
-    prompts: int = 1  # how many, each answered on its own
-    # all that the model reads, in order; empty: not known, as with parts that are not text. A part of -1 tokens is
-    # ``text``
+    prompts: int = 1  # how many there are; each is answered on its own
+    # All that the model reads, in order. Empty: not known, as with parts that are not text. A part of -1 tokens is
+    # ``text``, whose tokens may not be counted yet.
     parts: tuple[Part, ...] = ()
-    salt: str = ""  # the caller's own, which keeps its prefix from being shared with others; empty: none
+    salt: str = ""  # a value of the caller's that keeps its prefix from being shared with others; empty: none
 
     def classify(self, counter: TokenCounter, second: Sequence[float] = ()) -> PromptFeatures:
         """Return the text's features. What cannot be read, as images and token ids, counts as complex."""
-        features = extract(self.text, counter, self.prompt_tokens or 0, second, self.text_tokens)
+        features = extract(
+            self.text, counter, context_tokens=self.prompt_tokens or 0, second=second, tokens=self.text_tokens
+        )
         if not self.other_parts and (self.text or not self.prompt_tokens):
             return features
         signals = tuple(f"part that is not text: {kind}" for kind in self.other_parts)
@@ -83,10 +90,10 @@ class RoutingOptions(Struct, frozen=True):
     require: bool = False  # hint and SLA are conditions, not preferences
     sla: Sla = NO_BOUNDS
     priority: int = PRIORITIES["standard"]  # in vLLM's numbers, lower first; within what the caller's key allows
-    precisions: frozenset[str] | None = None  # that may serve it, by OpenRouter's names; None: any
+    precisions: frozenset[str] | None = None  # the precisions that may serve it, by OpenRouter's names; None: any
     only: frozenset[TierName] | None = None  # the tiers that may serve it; None: all
-    sort: Sort | None = None  # what the choice is to be made by; None: by the policy
-    truncate: Truncate | None = None  # what is to be cut of a prompt that fits no context; None: nothing
+    sort: Sort | None = None  # the figure that the choice is to be made by; None: by the policy
+    truncate: Truncate | None = None  # the part to cut of a prompt that fits no context; None: nothing is cut
     overflow: bool = True  # a server outside of the fleet may answer if every tier is full
 
 
@@ -94,32 +101,35 @@ class Call(Struct, frozen=True, kw_only=True):
     context: RequestContext
     prompt: PromptText
     options: RoutingOptions
-    asked: EngineRequest  # what an engine is asked for it
+    asked: EngineRequest  # the request to an engine
     max_tokens: int  # the most output tokens of each answer
     limited: bool = True  # whether its caller named them; otherwise an answer may be shorter, where the context ends
     sequences: int = 1  # answers: prompts times choices
     undraftable: str = ""  # its parameters that engines with a draft refuse; empty: none
-    truncated: str = ""  # what was cut of its prompt, for people; empty: nothing
-    session: str = ""  # what its caller names its conversation by; empty: nothing
+    truncated: str = ""  # says what was cut of its prompt, for people; empty: nothing
+    session: str = ""  # its caller's name of the conversation; empty: none
     streamed: bool = True  # whether the answer is to be a stream
     report: bool = False  # whether the answer is to say who served it
     resumable: bool = False  # whether its stream is kept for a while, so that a client can read on
-    # cuts its prompt by a ``Cutter``, where it fits no context; None: its caller has not asked for it
+    # Cuts its prompt by a ``Cutter``, where it fits no context. None: its caller has not asked for it.
     cut: Callable[[Call, Any], Call] | None = None
 
     def query(self, features: PromptFeatures, template: TemplateTokens, *, affinity: bool = False) -> Query:
-        prompt, options, adapter, prefix = self.prompt, self.options, self.asked.adapter, None
-        added = template.conversation(prompt.messages, system=prompt.system) if prompt.messages else 0
-        tokens = features.tokens + prompt.system_tokens if prompt.prompt_tokens is None else prompt.prompt_tokens
-        if affinity and prompt.parts and prompt.prompts == 1:  # too short, or several: nothing to look for
-            last, parts = prompt.parts[-1], prompt.parts
-            if last.tokens < 0:
-                parts = (*parts[:-1], Part(last.text, features.tokens))
-            prefix = Prefix.of(parts, added=added, salt=f"{adapter or ''}\x1f{prompt.salt}", session=self.session)
+        prompt = self.prompt
+        options = self.options
+        template_tokens = 0
+        if prompt.messages:
+            template_tokens = template.conversation(prompt.messages, system=prompt.system)
+        prompt_tokens = prompt.prompt_tokens
+        if prompt_tokens is None:
+            prompt_tokens = features.tokens + prompt.system_tokens
+        prefix = None
+        if affinity:
+            prefix = self._prefix(features.tokens, template_tokens)
         return Query(
             features,
-            tokens + added,
-            self.max_tokens,
+            prompt_tokens=prompt_tokens + template_tokens,
+            max_tokens=self.max_tokens,
             hint=options.hint,
             require=options.require,
             sla=options.sla,
@@ -127,13 +137,25 @@ class Call(Struct, frozen=True, kw_only=True):
             sequences=self.sequences,
             all_prompt_tokens=min(prompt.all_tokens, MAX_COUNT),
             undraftable=self.undraftable,
-            adapter=adapter,
+            adapter=self.asked.adapter,
             precisions=options.precisions,
             only=options.only,
             sort=options.sort,
             truncated=self.truncated,
             prefix=prefix,
         )
+
+    def _prefix(self, text_tokens: int, template_tokens: int) -> Prefix | None:
+        """Return the prompt as prefix caches see it; None: there are several prompts, or it is not known or too short."""
+        prompt = self.prompt
+        if not prompt.parts or prompt.prompts != 1:
+            return None
+        parts = prompt.parts
+        last = parts[-1]
+        if last.tokens < 0:
+            parts = (*parts[:-1], Part(last.text, text_tokens))
+        salt = f"{self.asked.adapter or ''}\x1f{prompt.salt}"
+        return Prefix.of(parts, added=template_tokens, salt=salt, session=self.session)
 
 
 def chat_part(role: object, text: str, tokens: int) -> Part:
@@ -142,11 +164,12 @@ def chat_part(role: object, text: str, tokens: int) -> Part:
 
 
 def session_of(context: RequestContext, *named: Any) -> str:
-    """Return what a caller names a conversation by: a header, else the first of some values that is a text, else its key."""
-    found = context.sent.get(SESSION_HEADER, b"").decode("latin-1")
-    for name in named:
-        found = found or (name if isinstance(name, str) else "")
-    return (found or context.caller.key_id)[:LONGEST_SESSION]
+    """Return the name of a conversation: from a header, else the first of some values that is a text, else the key's id."""
+    name = context.sent.get(SESSION_HEADER, b"").decode("latin-1")
+    for value in named:
+        if not name and isinstance(value, str):
+            name = value
+    return (name or context.caller.key_id)[:LONGEST_SESSION]
 
 
 def priority_within(caller: Caller, value: int, field: str, asked: str) -> int:

@@ -8,7 +8,7 @@ the request's key holds, then by deadline.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Generic, TypeVar
@@ -20,16 +20,17 @@ from tiers.spec import TierName
 class Waiter:
     """One waiting request. Times are seconds by the monotonic clock."""
 
-    key_id: str  # of the caller's key
-    rank: int  # its priority class, lower first
+    key_id: str  # the caller's key
+    rank: int  # the priority class, lower first
     since: float  # when it came
     deadline: float  # when it wants its first token
-    tiers: frozenset[TierName]  # that could serve it when ready and free
-    slots: int  # that it takes
+    tiers: frozenset[TierName]  # the tiers that could serve it when ready and free
+    slots: int  # as many as it takes
     long: bool  # whether its prompt is too long for a replica with a full KV cache
 
 
 E = TypeVar("E", bound=Waiter)
+Order = tuple[int, int, float]  # priority class, slots that the key holds, deadline; the lowest comes first
 _deadline = attrgetter("deadline")
 
 
@@ -52,6 +53,9 @@ class _KindQueue(Generic[E]):
         if not group:
             del self.groups[waiter.rank, waiter.key_id]
 
+    def first(self, order: Callable[[E], Order]) -> E:
+        return min([group[0] for group in self.groups.values()], key=order)
+
 
 class RequestQueue(Generic[E]):
     """All waiting requests. A change of ``held``, the slots that each key holds, changes the order."""
@@ -59,7 +63,7 @@ class RequestQueue(Generic[E]):
     def __init__(self, held: Mapping[str, int]) -> None:
         self._held = held
         self._queues: dict[tuple[frozenset[TierName], bool, int], _KindQueue[E]] = {}
-        self.count = 0  # of all of them
+        self.count = 0  # all waiting requests
 
     def add(self, waiter: E) -> None:
         self._queues.setdefault(_kind(waiter), _KindQueue(waiter.tiers)).add(waiter)
@@ -77,41 +81,46 @@ class RequestQueue(Generic[E]):
 
     def first(self, passed_over: Collection[E]) -> E | None:
         """Return the first request, apart from queues whose first was passed over; None: none is left."""
-        firsts = (
-            min((group[0] for group in queue.groups.values()), key=self._order) for queue in self._queues.values()
-        )
-        return min((waiter for waiter in firsts if waiter not in passed_over), key=self._order, default=None)
+        firsts = [queue.first(self._order) for queue in self._queues.values()]
+        candidates = [waiter for waiter in firsts if waiter not in passed_over]
+        return min(candidates, key=self._order, default=None)
 
     def last(self) -> E:
-        groups = (group for queue in self._queues.values() for group in queue.groups.values())
-        return max((group[-1] for group in groups), key=self._order)
+        lasts: list[E] = []
+        for queue in self._queues.values():
+            lasts += [group[-1] for group in queue.groups.values()]
+        return max(lasts, key=self._order)
 
     def oldest(self, tier: TierName) -> E | None:
-        firsts = (next(iter(queue.arrived)) for queue in self._for((tier,)))
-        return min(firsts, key=attrgetter("since"), default=None)
+        oldest_by_queue = [next(iter(queue.arrived)) for queue in self._for((tier,))]
+        return min(oldest_by_queue, key=attrgetter("since"), default=None)
 
     def waiting_for(self, tier: TierName) -> int:
         return sum(len(queue.arrived) for queue in self._for((tier,)))
 
     def slots_before(self, waiter: E, tiers: Collection[TierName]) -> int:
         """Return the slots wanted by a request, and by those before it that any of several tiers could serve."""
-        *own, deadline = self._order(waiter)
-        wanted = waiter.slots
+        own_rank, own_held, deadline = self._order(waiter)
+        slots_wanted = waiter.slots
         for queue in self._for(tiers):
             for (rank, key_id), group in queue.groups.items():
-                standing = [rank, self._held.get(key_id, 0)]
-                if standing <= own:
-                    end = len(group) if standing < own else bisect_right(group, deadline, key=_deadline)
-                    wanted += sum(each.slots for each in group[:end] if each is not waiter)
-        return wanted
+                # A group's requests share rank and key, so they differ in their deadlines only.
+                standing = (rank, self._held.get(key_id, 0))
+                if standing > (own_rank, own_held):
+                    continue
+                requests_before = len(group)
+                if standing == (own_rank, own_held):
+                    requests_before = bisect_right(group, deadline, key=_deadline)
+                slots_wanted += sum(queued.slots for queued in group[:requests_before] if queued is not waiter)
+        return slots_wanted
 
     def _for(self, tiers: Collection[TierName]) -> Iterator[_KindQueue[E]]:
         return (queue for queue in self._queues.values() if not queue.tiers.isdisjoint(tiers))
 
-    def _order(self, waiter: E) -> tuple[int, int, float]:
+    def _order(self, waiter: E) -> Order:
         return waiter.rank, self._held.get(waiter.key_id, 0), waiter.deadline
 
 
 def _kind(waiter: Waiter) -> tuple[frozenset[TierName], bool, int]:
-    """Return a request's queue; slots count by powers of two, so that there are few queues."""
+    """Return the kind that a request is of: its queue. Slots count by powers of two, so that there are few queues."""
     return waiter.tiers, waiter.long, waiter.slots.bit_length()

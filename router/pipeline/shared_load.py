@@ -19,6 +19,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from pydantic_core import to_json
 
@@ -30,25 +31,51 @@ from tiers.replica import PeerLoad, Replica, Share
 from tiers.spec import ReplicaStatus, TierName
 
 log = logging.getLogger(f"qarr.{__name__}")
-EVERY_S = 0.5
-LOOK_S = 0.1  # between two checks for requests that have begun to wait
-LIFE_S = 3  # for which a report counts
-RISE_S = 1.0  # without Redis, between two rises by a slot
-TURN_S = 5  # after which the slots of an uneven rest rotate
+EVERY_S = 0.5  # between two reports
+WAITING_POLL_S = 0.1  # between two checks for requests that have begun to wait
+LIFE_S = 3  # a report counts for so long
+RISE_EVERY_S = 1.0  # without Redis, between two rises by a slot
+TURN_S = 5  # between two rotations of the slots of an uneven rest
 ROUTERS = "qarr:{fleet}:routers:2"  # the number changes with what is in it
 
 
+class _Report(NamedTuple):
+    """This router's load on a replica and its need, in the order in which the script reads them."""
+
+    slots: int
+    prompt_tokens: int
+    output_tokens: int
+    kv_tokens: int
+    spared_s: float  # its circuit breaker spares the replica for so long
+    wanted_slots: int  # slots taken, and those that waiting requests could use
+    share: int  # this router's present share of the limit
+    limit: int  # the replica's whole limit
+
+
+class _Answer(NamedTuple):
+    """The script's answer about a replica, in its order."""
+
+    share: float
+    routers: float  # how many have the replica, this one among them
+    peer_slots: float
+    peer_prompt_tokens: float
+    peer_output_tokens: float
+    peer_kv_tokens: float
+    spared_s: float  # the other routers' circuit breakers spare the replica for so long
+
+
 class SharedLoad:
-    """One router's side. ``run`` until cancelled, then ``aclose``. Without ``redis_url`` it shares with none."""
+    """One router's side. ``run`` until cancelled, then ``aclose``. Without ``redis_url`` nothing is shared."""
 
     def __init__(self, redis_url: str, fleet: Fleet, waiting_for: Callable[[TierName], int] = lambda _tier: 0) -> None:
-        self._fleet, self._waiting_for = fleet, waiting_for
+        self._fleet = fleet
+        self._waiting_for = waiting_for
         self._id = secrets.token_hex(8)
         self._link = RedisLink(redis_url, RedisUse.LOAD, 1) if redis_url else None
         self._faults = Faults(repeats=False)
-        self._routers: dict[str, int] = {}  # by replica, this one among them
-        self._content: set[str] = set()  # replicas whose share met the need in the last report
-        self._known = False  # whether an exchange has ever succeeded
+        self._routers: dict[str, int] = {}  # how many routers have a replica, by its URL, this one among them
+        self._sufficient_urls: set[str] = set()  # replicas whose share met the need in the last report
+        self._has_exchanged = False  # whether an exchange has ever succeeded
         self._rise_at = 0.0
         if self._link is not None:
             self._exchange = Script.read(__file__, "exchange_load.lua")
@@ -60,7 +87,7 @@ class SharedLoad:
         return None if self._link is None else self._link.state
 
     @property
-    def _lost(self) -> bool:
+    def _is_cut_off(self) -> bool:
         return self._link is not None and not self._link.state.serves
 
     async def run(self) -> None:
@@ -88,86 +115,126 @@ class SharedLoad:
         """Report this router's load, and apply the answer; return whether a share has fallen. See ``UNAVAILABLE``."""
         assert self._link is not None
         began = time.monotonic()
-        own = self._own(began)
+        reports = self._reports(began)
         async with asyncio.timeout(REDIS_TIMEOUT_S):
-            for _ in range(2):  # if Redis' clock was set ahead, the second attempt knows
+            for _ in range(2):  # if Redis' clock was set ahead, the first attempt is in vain, but learns its time
                 until = await self._link.time_at(began + REDIS_TIMEOUT_S, ROUTERS)
-                args = [self._id, until, LIFE_S, TURN_S, to_json(own)]
-                shown, told = await self._link.run(self._exchange, [ROUTERS], args)
-                self._link.learn_time(float(shown), ROUTERS)
-                if told:
+                args = [self._id, until, LIFE_S, TURN_S, to_json(reports)]
+                redis_time, content = await self._link.run(self._exchange, [ROUTERS], args)
+                self._link.learn_time(float(redis_time), ROUTERS)
+                if content:
                     break
             else:
                 raise TimeoutError
-        settled, replicas = read_json(told.encode())
-        self._known = True
-        if self._lost:
+        are_all_known, answers = read_json(content.encode())
+        self._has_exchanged = True
+        if self._is_cut_off:
             self._link.state.recover()
             log.info("redis serves again: the load of other routers counts again")
-        return self._take(own, replicas, began + LIFE_S, settled=settled)
+        return self._take(reports, answers, began + LIFE_S, are_all_known=are_all_known)
 
-    def _own(self, now: float) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {}
-        for replica in self._fleet.replicas:
-            state, share, limit = replica.state, replica.others.share, replica.whole_limit
-            kv_tokens = state.kv.held - replica.others.counted.kv_tokens
-            held = [state.slots, state.prompt_tokens, replica.output_tokens, kv_tokens]
-            wanted = state.slots + self._waiting(replica, now)
-            shares = [limit if share is None else share.holds(now), limit]
-            found[replica.url] = [*held, replica.breaker.own_wait_s(now), wanted, *shares]
-        return found
+    def _reports(self, now: float) -> dict[str, _Report]:
+        """Return this router's load on each replica, by the replica's URL."""
+        return {replica.url: self._report(replica, now) for replica in self._fleet.replicas}
+
+    def _report(self, replica: Replica, now: float) -> _Report:
+        state = replica.state
+        share = replica.whole_limit
+        if replica.others.share is not None:
+            share = replica.others.share.holds(now)
+        return _Report(
+            slots=state.slots,
+            prompt_tokens=state.prompt_tokens,
+            output_tokens=replica.output_tokens,
+            kv_tokens=state.kv.held - replica.others.counted.kv_tokens,
+            spared_s=replica.breaker.own_wait_s(now),
+            wanted_slots=state.slots + self._waiting(replica, now),
+            share=share,
+            limit=replica.whole_limit,
+        )
 
     def _waiting(self, replica: Replica, now: float) -> int:
-        able = replica.state.status is ReplicaStatus.READY and replica.breaker.admits(now)
-        return self._waiting_for(replica.spec.name) if able else 0
+        """Return how many waiting requests a replica could serve."""
+        takes_requests = replica.state.status is ReplicaStatus.READY and replica.breaker.admits(now)
+        return self._waiting_for(replica.spec.name) if takes_requests else 0
 
     def _take(
-        self, own: dict[str, list[float]], replicas: dict[str, list[float]], until: float, *, settled: bool
+        self, reports: dict[str, _Report], answers: dict[str, list[float]], until: float, *, are_all_known: bool
     ) -> bool:
-        """Apply the script's answer to an own report, valid until a monotonic time; return whether a share has fallen."""
-        now, fallen, risen = time.monotonic(), False, False
-        self._content.clear()
+        """Apply the script's answers to reports, valid until a monotonic time; return whether a share has fallen.
+
+        ``are_all_known``: Redis knows every router, so that the number of routers may fall.
+        """
+        has_fallen = False
+        has_risen = False
+        self._sufficient_urls.clear()
         for replica in self._fleet.replicas:
-            if replica.url not in replicas:  # it was added meanwhile
+            if replica.url not in answers:  # it was added meanwhile
                 continue
-            share, routers, *others, spared_s = replicas[replica.url]
-            *_, wanted, had, _limit = own[replica.url]
-            replica.note_share(Share(int(share), until))
-            replica.note_peers(PeerLoad(*map(int, others)), until)
-            if spared_s > 0:
-                replica.breaker.adopt(now, spared_s)
-            self._routers[replica.url] = int(routers if settled else max(routers, self._routers.get(replica.url, 1)))
-            if wanted <= share:
-                self._content.add(replica.url)
-            fallen, risen = fallen or share < had, risen or share > had
+            answer = _Answer(*answers[replica.url])
+            report = reports[replica.url]
+            self._note(replica, answer, until)
+            routers = answer.routers
+            if not are_all_known:
+                routers = max(routers, self._routers.get(replica.url, 1))
+            self._routers[replica.url] = int(routers)
+            if report.wanted_slots <= answer.share:
+                self._sufficient_urls.add(replica.url)
+            has_fallen = has_fallen or answer.share < report.share
+            has_risen = has_risen or answer.share > report.share
         self._fleet.first_share = Share(0, math.inf)
-        self._routers = {url: count for url, count in self._routers.items() if url in replicas}
-        if risen:
+        self._routers = {url: count for url, count in self._routers.items() if url in answers}
+        if has_risen:
             self._fleet.on_capacity()
-        return fallen
+        return has_fallen
+
+    def _note(self, replica: Replica, answer: _Answer, until: float) -> None:
+        """Let a replica know this router's share of it, and what the other routers do there."""
+        peers = PeerLoad(
+            slots=int(answer.peer_slots),
+            prompt_tokens=int(answer.peer_prompt_tokens),
+            output_tokens=int(answer.peer_output_tokens),
+            kv_tokens=int(answer.peer_kv_tokens),
+        )
+        replica.note_share(Share(int(answer.share), until))
+        replica.note_peers(peers, until)
+        if answer.spared_s > 0:
+            replica.breaker.adopt(time.monotonic(), answer.spared_s)
 
     def _lose(self, error: BaseException) -> None:
+        """Go on without Redis: take what is surely this router's part of each limit, and rise from there."""
         assert self._link is not None
-        now, served = time.monotonic(), self._link.state.serves
+        now = time.monotonic()
+        has_served = self._link.state.serves
         self._link.state.fail(error)
-        if served:
+        if has_served:
             self._rise_at = now + LIFE_S
             log.warning("redis does not serve (%s): each router goes by its own view", outage(error))
-        if not self._known:  # no router is known here
+        if not self._has_exchanged:  # no other router is known here
             self._give_all(None)
             return
-        rises = now >= self._rise_at
-        if rises:
-            self._rise_at = now + RISE_S
-        most = max(self._routers.values(), default=1)
+        may_rise = now >= self._rise_at
+        if may_rise:
+            self._rise_at = now + RISE_EVERY_S
         for replica in self._fleet.replicas:
-            if (share := replica.others.share) is None:
-                continue
-            routers, gauges = self._routers.get(replica.url, most), replica.state.gauges
-            part = max(replica.whole_limit // routers, 1)
-            free = gauges is None or gauges.running + gauges.waiting < replica.whole_limit
-            slots = share.slots + (rises and free)
-            replica.note_share(Share(part if routers == 1 else min(slots, part), now + LIFE_S))
+            if replica.others.share is not None:
+                slots = self._slots_without_redis(replica, replica.others.share, may_rise=may_rise)
+                replica.note_share(Share(slots, now + LIFE_S))
+
+    def _slots_without_redis(self, replica: Replica, share: Share, *, may_rise: bool) -> int:
+        """Return this router's slots on a replica: an equal part of its limit, reached slot by slot from the last share."""
+        # A replica that is not known from an exchange may have as many routers as any other.
+        most_routers = max(self._routers.values(), default=1)
+        routers = self._routers.get(replica.url, most_routers)
+        equal_part = max(replica.whole_limit // routers, 1)
+        if routers == 1:
+            return equal_part
+        gauges = replica.state.gauges
+        has_capacity = gauges is None or gauges.running + gauges.waiting < replica.whole_limit
+        slots = share.slots
+        if may_rise and has_capacity:
+            slots += 1
+        return min(slots, equal_part)
 
     def _give_all(self, share: Share | None) -> None:
         self._fleet.first_share = share
@@ -178,11 +245,13 @@ class SharedLoad:
         """Wait until the next report is due: soon if requests have begun to wait for slots that others may have."""
         until = time.monotonic() + EVERY_S
         while time.monotonic() < until:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(WAITING_POLL_S)
             self._fleet.refresh(time.monotonic())
-            if not self._lost and any(map(self._needs_more, self._fleet.replicas)):
+            if not self._is_cut_off and any(map(self._needs_more, self._fleet.replicas)):
                 return
 
     def _needs_more(self, replica: Replica) -> bool:
-        beyond = replica.url in self._content and replica.state.limit <= replica.state.slots < replica.whole_limit
-        return beyond and self._waiting(replica, time.monotonic()) > 0
+        """Tell whether requests wait for a replica whose share was sufficient at the last report, and is used up."""
+        was_sufficient = replica.url in self._sufficient_urls
+        is_used_up = replica.state.limit <= replica.state.slots < replica.whole_limit
+        return was_sufficient and is_used_up and self._waiting(replica, time.monotonic()) > 0
