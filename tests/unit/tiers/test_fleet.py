@@ -111,7 +111,7 @@ def test_a_decisions_replica_is_taken_while_it_is_as_it_was() -> None:
     fleet, request = make_fleet(replicas=3), Request(5, 7.0)
     snapshot = fleet.snapshot()
     second = expected_of(snapshot.tiers[0], 1, request, snapshot.load)
-    offers = (second, ()), (second, ()), (second._replace(at=0.0), ()), (second, {"fast-1"})
+    offers = (second, ()), (second, ()), (second._replace(snapshot_at=0.0), ()), (second, {"fast-1"})
     taken = [
         fleet.lease(FAST, prompt_tokens=5, max_tokens=7, exclude=exclude, found=found) for found, exclude in offers
     ]
