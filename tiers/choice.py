@@ -9,7 +9,9 @@ ones of the prompt. So a cache outweighs at most as much more load as it saves, 
 from __future__ import annotations
 
 from math import exp, inf, sqrt
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from tiers.snapshot import FleetLoad, ReplicaState, TierSnapshot, load_of
 from tiers.spec import ReplicaStatus
@@ -26,7 +28,7 @@ HOME_SHARE = 0.5
 READY = ReplicaStatus.READY
 
 
-class Request(NamedTuple):
+class Request(Struct, frozen=True):
     """What a request needs of a replica.
 
     Attributes:
@@ -44,7 +46,7 @@ class Request(NamedTuple):
     output_share: float = 1.0
 
 
-class Expectation(NamedTuple):
+class Expectation(Struct, frozen=True):
     """Predicted times of one answer in milliseconds, and the standard deviations of log(seen / predicted).
 
     ``drift`` is the recent seen TPOT over the speed model's, by which ``tpot_ms`` is corrected.
@@ -57,7 +59,7 @@ class Expectation(NamedTuple):
     drift: float = 1.0
 
 
-class Candidate(NamedTuple):
+class Candidate(Struct, frozen=True):
     """The replica of a tier that would serve a request; if none takes it now, the first ready one.
 
     Attributes:
@@ -191,7 +193,7 @@ def choose(tier: TierSnapshot, request: Request, fleet: FleetLoad | None) -> int
         return least_loaded
     max_in_flight = tier.spec.max_in_flight
     able = [position for position, replica in enumerate(tier.replicas) if takes(replica, request, max_in_flight)]
-    return _cheapest(tier, able, request, fleet)
+    return _cheapest(tier, able, request, fleet=fleet)
 
 
 def _least_loaded(tier: TierSnapshot, request: Request) -> int:

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import astuple, dataclass, field, replace
 from operator import attrgetter
 from time import monotonic
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 from msgspec import Struct, structs
 
@@ -36,7 +36,7 @@ FRESH_S = 0.01  # up to this age of a decision the rest of the fleet counts as u
 OUTPUT_MEMORY = 0.95  # weight of the past in ``Fleet.output_share``: about the last twenty answers
 
 
-class Demand(NamedTuple):
+class Demand(Struct, frozen=True):
     """What a request needs of a replica.
 
     Attributes:
@@ -65,13 +65,13 @@ class Lease(Struct, eq=False):
     sent: SentPrompt | None
     _fleet: Fleet
     _prompt_tokens: int  # not computed yet
-    _output_tokens: int  # still to come at most
+    _output_tokens: int  # may still come
     _max_output_tokens: int
     _kv_tokens: int
-    _slots_taken: int  # on the replica, by all routers
+    _slots_taken: int  # on the replica, by all routers, when the request was sent
     _unqueued_ms: float | None  # predicted TTFT if the engine does not queue the request; None: the speed was unknown
     _probe: int  # the breaker's number of this request; 0: it is no probe
-    _load: Load  # of the replica, without the request
+    _load: Load  # the replica's load without the request, when it was sent
     _sample: AnswerSample | None = None  # made with the first token, if the speed is learned from answers
     _begun: WorkMark | None = None  # the replica's work at the first token
     _judged: bool = False  # the breaker knows whether the replica works
@@ -425,10 +425,13 @@ class Fleet:
         if not found.free or found.position is None:
             return None
         replica = members[found.position]
-        sent = None if prefix is None else SentPrompt.to(replica, prefix)
-        uncached_tokens = prompt_tokens if sent is None else max(prompt_tokens - sent.cached, 0)
+        sent = None
+        uncached_tokens = prompt_tokens
+        if prefix is not None:
+            sent = SentPrompt.to(replica, prefix)
+            uncached_tokens = max(prompt_tokens - sent.cached, 0)
         unqueued_ms = self._predict_unqueued_ms(replica, found, uncached_tokens)
-        probe = 0 if replica.breaker.open_until is None else replica.breaker.begin(now)
+        probe = replica.breaker.begin(now)
         output_tokens = max_tokens * sequences
         kv_tokens = self._kv_tokens(demand)
         replica.begin(
@@ -568,7 +571,8 @@ class Fleet:
 
     def is_ready(self, tier: TierName) -> bool:
         """Tell whether a tier has a ready replica."""
-        return any(r.state.status is ReplicaStatus.READY for r in self._members.get(tier, ()))
+        members = self._members.get(tier, ())
+        return any(replica.state.status is ReplicaStatus.READY for replica in members)
 
     def nearest(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> str | None:
         """Return the id of the replica with free slots that lacks least of what a request needs; None: no replica."""

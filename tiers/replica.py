@@ -9,6 +9,7 @@ from dataclasses import InitVar, dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from tiers.breaker import Breaker, BreakerOptions
@@ -56,7 +57,7 @@ class Share(NamedTuple):
         return self.slots if now < self.until else 0
 
 
-class SentPrompt(NamedTuple):
+class SentPrompt(Struct, frozen=True):
     """A prompt that was sent to a replica.
 
     Attributes:
@@ -138,9 +139,9 @@ class Turnover:
     def note(self, now: float, held: int, freed: int = 0) -> None:
         """Note the slots held since the last call, and how many of them are freed now."""
         past_s = max(now - self.at, 0.0)
-        faded_share = 0.5 ** (past_s / HALF_LIFE_S)
-        self.held_s = self.held_s * faded_share + held * past_s
-        self.freed *= faded_share
+        remaining_share = 0.5 ** (past_s / HALF_LIFE_S)
+        self.held_s = self.held_s * remaining_share + held * past_s
+        self.freed *= remaining_share
         self.at = now
         if freed:
             memory = max(LEAST_MEMORY, held)
@@ -186,7 +187,7 @@ class OtherClients:
         """Return other routers' load, as far as their report is still valid."""
         return self.peers if now < self.peers_until else NO_PEERS
 
-    def expire_at(self, now: float) -> float:
+    def next_expiry(self, now: float) -> float:
         """Return the monotonic time at which the share or the report ends, whichever is first; infinity: neither does."""
         expires_at = math.inf
         if self.share is not None and now < self.share.until:
@@ -217,7 +218,7 @@ class Work:
     generated_at: float | None = None
 
 
-class WorkMark(NamedTuple):
+class WorkMark(Struct, frozen=True):
     """How much work a replica had done at one time.
 
     Attributes:
@@ -270,8 +271,8 @@ class Totals:
 
     def busy_lately(self, now: float) -> float:
         """Return the mean number of replicas that have had requests, in about the last ``BUSY_MEMORY_S``."""
-        faded_share = math.exp((self._busy_at - now) / BUSY_MEMORY_S)
-        return self.busy + (self._busy_lately - self.busy) * faded_share
+        remaining_share = math.exp((self._busy_at - now) / BUSY_MEMORY_S)
+        return self.busy + (self._busy_lately - self.busy) * remaining_share
 
 
 @dataclass(slots=True, eq=False)
@@ -347,7 +348,7 @@ class Replica:
         )
         self.others.counted = peers
         # A pause changes at every moment, so a state with one has always expired.
-        self.state_expires_at = self.others.expire_at(now) if self.breaker.open_until is None else now
+        self.state_expires_at = self.others.next_expiry(now) if self.breaker.open_until is None else now
         self._update_totals(before, now)
 
     def _limit_at(self, now: float) -> int:

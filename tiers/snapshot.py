@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping  # noqa: TC003  msgspec reads it for the decision log
 from dataclasses import dataclass
 from math import exp
-from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -153,7 +152,7 @@ class ReplicaState(Struct, frozen=True):
         return self.speed is not None and self.speed.contention > 0
 
 
-class FleetLoad(NamedTuple):
+class FleetLoad(Struct, frozen=True):
     """How busy a fleet is at one time.
 
     Attributes:
