@@ -68,11 +68,10 @@ class Breaker:
     _held_until: float | None = None  # a probe without a result holds other requests back until then
     _probe: int = 0  # number of the last probe
     _own_until: float = 0.0  # end of the pause for failures seen by this router
-    _pauses: int = 0  # since it was last closed
+    _pauses: int = 0  # since it was closed, hung probes included; the next pause is doubled as often
     _failures: int = 0  # consecutive ones
-    _successes: deque[bool] = field(
-        default_factory=lambda: deque(maxlen=WINDOW)
-    )  # whether each recent attempt succeeded
+    # Whether each of the last attempts succeeded.
+    _successes: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def state(self, now: float) -> BreakerState:
         """Return the state."""

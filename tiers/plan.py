@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -108,7 +109,12 @@ class Plan:
 def read_machine() -> Machine:
     """Read this machine's usable cores, free memory, CUDA devices (with ``nvidia-smi``) and instructions."""
     memory = min(psutil.virtual_memory().available, group_room())
-    return Machine(_cores(), memory, tuple(_gpus()), instruction_set(cpu_flags()))
+    return Machine(
+        cores=_cores(),
+        memory_available=memory,
+        gpus=tuple(_gpus()),
+        instructions=instruction_set(cpu_flags()),
+    )
 
 
 def group_room(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
@@ -265,7 +271,7 @@ def model_config(checkpoint: Path) -> dict[str, object]:
     return config
 
 
-# Which tiers to leave out where memory does not suffice; the first set that helps is taken. The base model comes late,
+# The tiers to leave out where memory does not suffice; the first set that helps is taken. The base model comes late,
 # because it serves every request, and loss is measured against it. Beside it the lowest precision stays longest: it differs
 # most from the base model, so it leaves most to choose, and it takes the least memory.
 LEFT_OUT = ((), (BALANCED,), (FAST,), (BALANCED, FAST), (PRECISE,), (BALANCED, PRECISE), (FAST, PRECISE))
@@ -409,7 +415,8 @@ def _gpu_plan(gpus: Sequence[Gpu], needs: Sequence[_Need]) -> Plan:
     """
     places = _places(gpus, needs)
     shares = [_gpu_share(position, needs, places) for position in range(len(needs))]
-    used = [gpu for gpu in gpus if any(gpu in place for place in places)]
+    chosen = set(chain.from_iterable(places))
+    used = [gpu for gpu in gpus if gpu in chosen]
     indices = ", ".join(str(gpu.index) for gpu in used)
     names = ", ".join(dict.fromkeys(gpu.name for gpu in used))
     return Plan(f"GPU{'s' * (len(used) > 1)} {indices} ({names})", tuple(shares))
@@ -619,5 +626,5 @@ def _gpus() -> list[Gpu]:
     gpus = []
     for line in answer.stdout.splitlines():
         index, name, total, free = (part.strip() for part in line.split(","))
-        gpus.append(Gpu(int(index), name, int(total) << 20, int(free) << 20))
+        gpus.append(Gpu(int(index), name, total=int(total) << 20, free=int(free) << 20))
     return gpus

@@ -42,8 +42,8 @@ class Prefix(Struct, frozen=True):
     """A prompt as prefix caches see it. It holds no text.
 
     Attributes:
-        blocks: The hash of each whole block with all before it; Python's own, which is keyed anew in each process. An array,
-            as the last requests are kept.
+        blocks: The hash of each whole block with all text before it. Python's own hash is keyed anew in each process. They
+            are an array, to save memory: the last requests are kept.
         ends: Bytes and tokens up to the end of each part.
         session: What the prompt's caller names its conversation by; empty: nothing.
     """
@@ -57,7 +57,7 @@ class Prefix(Struct, frozen=True):
         """Return the prefix of a prompt; None: it is shorter than a block.
 
         Args:
-            parts: In the order in which the model reads them.
+            parts: The prompt's parts, in the order in which the model reads them.
             added: Tokens that the chat template adds, taken to be spread over the parts evenly.
             salt: What keeps caches apart besides the text, such as the adapter.
             session: See ``Prefix``.

@@ -140,9 +140,8 @@ class _TokenScore(_Answer):
 
 
 class _ScoredPrompt(_Answer):
-    prompt_logprobs: tuple[
-        dict[str, _TokenScore] | None, ...
-    ]  # for each token, by the ids of likely ones and of itself
+    # One entry a token, with the scores of that token and of likelier ones by their ids; the first token has none.
+    prompt_logprobs: tuple[dict[str, _TokenScore] | None, ...]
 
 
 class _TokenLogprobs(_Answer):
@@ -208,12 +207,14 @@ class _ReceivedStream:
 
     def generation(self) -> Generation:
         """Return the complete answer. Without any text its first token counts as arriving now."""
-        first_text_at = time.monotonic() if self._first_text_at is None else self._first_text_at
+        if self._first_text_at is None:
+            first_text_at = time.monotonic()
+            streamed_ms = 0.0
+        else:
+            first_text_at = self._first_text_at
+            streamed_ms = (self._last_text_at - self._first_text_at) * 1000
         tokens = self._usage.completion_tokens
-        tpot_ms: float | None = None
-        if tokens > 1:
-            streamed_s = 0.0 if self._first_text_at is None else self._last_text_at - self._first_text_at
-            tpot_ms = streamed_s * 1000 / (tokens - 1)
+        tpot_ms = streamed_ms / (tokens - 1) if tokens > 1 else None
         return Generation(
             text="".join(self._texts),
             prompt_tokens=self._usage.prompt_tokens,

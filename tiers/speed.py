@@ -85,7 +85,7 @@ class SpeedModel:
         ttft_steps: Decode steps that a new prompt waits for while others are being decoded.
         contention: Added share of time, from 0, when all other replicas of the fleet compute as well.
         ttft_spread: Standard deviation of log(seen / predicted) of TTFT that the fit left.
-        tpot_spread: The same for TPOT.
+        tpot_spread: Standard deviation of log(seen / predicted) of TPOT that the fit left.
         profiled: Whether it was measured under load.
         learned: Whether it was fitted to live requests.
     """
@@ -126,10 +126,10 @@ class SpeedModel:
 
     def step_ms(self, sequences: int) -> float:
         """Return the time of one decode step of a batch, without contention."""
-        step_ms = self.step_base_ms + self.step_ms_per_sequence * sequences
+        beyond_knee_ms = 0.0
         if sequences > self.step_knee:
-            step_ms += self.step_ms_beyond_knee * (sequences - self.step_knee)
-        return step_ms
+            beyond_knee_ms = self.step_ms_beyond_knee * (sequences - self.step_knee)
+        return self.step_base_ms + self.step_ms_per_sequence * sequences + beyond_knee_ms
 
     def prompt_ms(self, tokens: int, _sequences: int, /) -> float:
         """Return by how much a prompt delays the batch that is being decoded, which does not depend on the batch."""
@@ -220,9 +220,9 @@ class Trend(Struct, frozen=True):
         """Return mean and variance at ``now``: they decay to 0 and the given spread by half each ``HALF_LIFE_S``."""
         if now <= self.at:
             return self.mean, self.variance
-        faded_share = 0.5 ** ((now - self.at) / HALF_LIFE_S)
+        remaining_share = 0.5 ** ((now - self.at) / HALF_LIFE_S)
         steady_variance = spread * spread
-        return self.mean * faded_share, steady_variance + (self.variance - steady_variance) * faded_share
+        return self.mean * remaining_share, steady_variance + (self.variance - steady_variance) * remaining_share
 
     def faded(self, now: float, spread: float) -> Trend:
         """Return the trend at ``now``; see ``at_time``."""
