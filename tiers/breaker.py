@@ -5,9 +5,9 @@ share of failures among the last attempts, as Envoy's outlier detection does (co
 pause grows with each failed probe, as Envoy's base_ejection_time does.
 
 A probe holds other requests back for a bounded time only: a streamed request soon shows whether the replica works, but
-one that is not streamed may take ten minutes, and may be the only one. After the time at which the next probe would
-follow a failed one, the next request is sent as well. So a hung replica gets requests no more often than one that fails
-at once, and the first answer to any probe closes the breaker.
+one that is not streamed may take ten minutes, and may be the only one. It holds them back for the pause that would
+follow its failure; then the next request is sent as a further probe. So a hung replica gets requests no more often than
+one that fails at once, and the first answer to any probe closes the breaker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 WINDOW = 20  # attempts in the share of failures
 ENOUGH = 8  # attempts before the share counts
-MOST_DOUBLINGS = 60  # of the pause, so that it stays within a float's range
+MOST_DOUBLINGS = 60  # a pause doubled more often would leave a float's range
 
 
 class BreakerState(StrEnum):
@@ -57,19 +57,21 @@ class Breaker:
     Attributes:
         opened: How often it has opened.
         on_open: Called when it opens.
-        open_until: Until when no request is sent; None: it is closed, and its state does not depend on the time.
+        open_until: Until when no request is sent, and from when on it is half-open; None: it is closed, and its state does
+            not depend on the time.
     """
 
     options: BreakerOptions = field(default_factory=BreakerOptions)
     opened: int = 0
     on_open: Callable[[], None] = field(default=lambda: None, repr=False)
     open_until: float | None = None
-    _held_until: float | None = None  # other requests, by a probe
-    _probe: int = 0  # number of the last one
+    _held_until: float | None = None  # a probe without a result holds other requests back until then
+    _probe: int = 0  # number of the last probe
     _own_until: float = 0.0  # end of the pause for failures seen by this router
-    _pauses: int = 0
-    _failures: int = 0
-    _last: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _pauses: int = 0  # since it was closed, hung probes included; the next pause is doubled as often
+    _failures: int = 0  # consecutive ones
+    # Whether each of the last attempts succeeded.
+    _successes: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def state(self, now: float) -> BreakerState:
         """Return the state."""
@@ -85,22 +87,33 @@ class Breaker:
 
     def wait_s(self, now: float) -> float:
         """Return the rest of the pause."""
-        return 0.0 if self.open_until is None else max(self.open_until - now, 0.0)
+        if self.open_until is None:
+            return 0.0
+        return max(self.open_until - now, 0.0)
 
     def admits_in_s(self, now: float) -> float:
         """Return an upper bound of the time until it admits a request."""
-        held = 0.0 if self._held_until is None else max(self._held_until - now, 0.0)
-        return max(self.wait_s(now), held)
+        wait_s = self.wait_s(now)
+        if self._held_until is None:
+            return wait_s
+        return max(wait_s, self._held_until - now)
 
     def own_wait_s(self, now: float) -> float:
         """Return the rest of a pause for failures seen by this router, which it tells other routers."""
-        return 0.0 if self.open_until is None else max(self._own_until - now, 0.0)
+        if self.open_until is None:
+            return 0.0
+        return max(self._own_until - now, 0.0)
 
     def begin(self, now: float) -> int:
-        """Note that a request is sent; return the number of the probe, or 0 if it is none."""
-        if self.open_until is None or now < self.open_until:
+        """Note that a request is sent; return the number of the probe, or 0 if it is none.
+
+        No timer watches a probe. One that hangs is counted as failed here, when the request after it is sent: ``admits``
+        has then held requests back for as long as the pause that would have followed its failure.
+        """
+        if self.state(now) is not BreakerState.HALF_OPEN:
             return 0
-        if self._held_until is not None:  # the last probe has no answer yet: as if it had failed
+        has_hung_probe = self._held_until is not None
+        if has_hung_probe:
             self._pauses += 1
         self._held_until = now + self._pause_s()
         self._probe += 1
@@ -112,28 +125,31 @@ class Breaker:
         Args:
             probe: Result of ``begin`` for the request.
         """
-        self._last.append(True)
-        if self.open_until is None:  # so nothing else is to be reset
+        self._successes.append(True)
+        if self.open_until is None:  # a closed breaker has nothing else to reset
             self._failures = 0
         elif probe:
             self.reset()
 
     def failed(self, now: float, *, probe: int) -> None:
         """Note that the replica failed a request."""
-        self._last.append(False)
+        self._successes.append(False)
         self._failures += 1
-        if self.open_until is not None:
-            if probe and now >= self.open_until:  # of several probes that fail together, one counts
-                self._open(now)
-            return
-        share = self._last.count(False) / len(self._last)
-        if self._failures >= self.options.failures or (
-            len(self._last) >= ENOUGH and share >= self.options.failure_share
-        ):
+        state = self.state(now)
+        if state is BreakerState.CLOSED and self._has_failed_too_often():
+            self._open(now)
+        # When several probes fail together, the first one opens the breaker, and the others no longer count.
+        if state is BreakerState.HALF_OPEN and probe:
             self._open(now)
 
+    def _has_failed_too_often(self) -> bool:
+        if self._failures >= self.options.failures:
+            return True
+        attempts = len(self._successes)
+        return attempts >= ENOUGH and self._successes.count(False) / attempts >= self.options.failure_share
+
     def given_up(self, *, probe: int) -> None:
-        """Note that a request ended without a finding, for example because its client left."""
+        """Note that a request ended without showing whether the replica works, for example because its client left."""
         if probe and probe == self._probe:
             self._held_until = None
 
@@ -143,20 +159,25 @@ class Breaker:
         if self.open_until is None:
             self.opened += 1
             self._pauses = max(self._pauses, 1)
-            self._last.clear()
-        self.open_until = max(self.open_until or until, until)
+            self._successes.clear()
+            self.open_until = until
+        self.open_until = max(self.open_until, until)
         self.on_open()
 
     def reset(self) -> None:
         """Close it, and forget consecutive failures: the replica works, or is a new process."""
-        self.open_until, self._held_until, self._pauses, self._failures = None, None, 0, 0
+        self.open_until = None
+        self._held_until = None
         self._own_until = 0.0
+        self._pauses = 0
+        self._failures = 0
 
     def _open(self, now: float) -> None:
         if self.open_until is None:
             self.opened += 1
-            self._last.clear()
-        self.open_until = self._own_until = now + self._pause_s()
+            self._successes.clear()
+        self._own_until = now + self._pause_s()
+        self.open_until = self._own_until
         self._held_until = None
         self._pauses += 1
         self.on_open()

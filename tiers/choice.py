@@ -9,7 +9,9 @@ ones of the prompt. So a cache outweighs at most as much more load as it saves, 
 from __future__ import annotations
 
 from math import exp, inf, sqrt
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from tiers.snapshot import FleetLoad, ReplicaState, TierSnapshot, load_of
 from tiers.spec import ReplicaStatus
@@ -18,16 +20,19 @@ from tiers.speed import IDLE, Load, Times
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tiers.snapshot import Trends
+    from tiers.speed import SpeedModel
 
-HOME_SHARE = 0.5  # of what no replica is known to hold: supposed to be cached on the session's own replica
+# A session's own replica is supposed to hold this share of what no cache is known to hold of the prompt.
+HOME_SHARE = 0.5
 READY = ReplicaStatus.READY
 
 
-class Request(NamedTuple):
+class Request(Struct, frozen=True):
     """What a request needs of a replica.
 
     Attributes:
-        prompt_tokens: Of its prompts.
+        prompt_tokens: Tokens of its prompts.
         output_tokens: Expected output of all its sequences.
         sequences: Answers computed at the same time.
         long: The prompts are too long for a replica whose KV cache is nearly full.
@@ -41,7 +46,7 @@ class Request(NamedTuple):
     output_share: float = 1.0
 
 
-class Expectation(NamedTuple):
+class Expectation(Struct, frozen=True):
     """Predicted times of one answer in milliseconds, and the standard deviations of log(seen / predicted).
 
     ``drift`` is the recent seen TPOT over the speed model's, by which ``tpot_ms`` is corrected.
@@ -54,26 +59,26 @@ class Expectation(NamedTuple):
     drift: float = 1.0
 
 
-class Candidate(NamedTuple):
+class Candidate(Struct, frozen=True):
     """The replica of a tier that would serve a request; if none takes it now, the first ready one.
 
     Attributes:
         free: It takes the request now.
-        replica: None: no replica is ready.
-        times: As predicted; None: its speed is not known.
+        replica: Its state; None: no replica is ready.
+        times: Predicted times, corrected by recent errors; None: its speed is not known.
         cached: Tokens of the prompt in its prefix cache; None: not known.
-        position: Of the replica in its tier; -1: there is none.
-        at: Monotonic time of the snapshot; 0: not known.
-        load: Of the replica, without the request.
-        uncorrected: The times without recent errors; None as ``times``.
+        position: Its position in the tier; None: no replica is ready.
+        snapshot_at: Monotonic time of the snapshot; None: not known.
+        load: The replica's load, without the request.
+        uncorrected: The times that the speed model alone predicts; None: its speed is not known.
     """
 
     free: bool
     replica: ReplicaState | None
     times: Expectation | None
     cached: int | None
-    position: int = -1
-    at: float = 0.0
+    position: int | None = None
+    snapshot_at: float | None = None
     load: Load = IDLE
     uncorrected: Times | None = None
 
@@ -83,38 +88,80 @@ NONE_READY = Candidate(free=False, replica=None, times=None, cached=None)
 
 def candidate(tier: TierSnapshot, request: Request, fleet: FleetLoad | None) -> Candidate:
     """Return what a tier has for a request."""
-    position = choose(tier, request, fleet)
-    free = position >= 0
-    if not free:
-        position = next((n for n, replica in enumerate(tier.replicas) if replica.status is READY), -1)
-        if position < 0:
-            return NONE_READY
-    return expected(tier, position, request, fleet, free=free)
+    chosen = choose(tier, request, fleet)
+    if chosen >= 0:
+        return expected(tier, chosen, request, fleet=fleet)
+    for position, replica in enumerate(tier.replicas):
+        if replica.status is READY:
+            return expected(tier, position, request, fleet=fleet, free=False)
+    return NONE_READY
 
 
 def expected(
     tier: TierSnapshot, position: int, request: Request, fleet: FleetLoad | None, *, free: bool = True
 ) -> Candidate:
-    """Return one replica as a candidate; of known speed, its times are corrected by recent errors."""
-    replica, cached = tier.replicas[position], None if tier.cached is None else tier.cached[position]
-    load, speed, trends = load_of(replica, tier.output_tokens[position], fleet), replica.speed, replica.trends
-    now = 0.0 if fleet is None else fleet.now
-    if speed is None:
-        return Candidate(free, replica, None, cached, position, now, load)
-    prompt_tokens, output_tokens, sequences, _, share = request
-    each = output_tokens / sequences
-    to_read = prompt_tokens if cached is None else max(prompt_tokens - cached, 0)
-    times = speed.times(to_read, load, tier.spec.max_num_seqs, share, sequences, output_tokens=each)
+    """Return one replica as a candidate; where its speed is known, its times are corrected by recent errors."""
+    replica = tier.replicas[position]
+    cached = None if tier.cached is None else tier.cached[position]
+    load = load_of(replica, tier.output_tokens[position], fleet)
+    corrected: Expectation | None = None
+    uncorrected: Times | None = None
+    if replica.speed is not None:
+        uncached_tokens = max(request.prompt_tokens - (cached or 0), 0)
+        uncorrected = _predict_times(
+            replica.speed,
+            load,
+            request,
+            uncached_tokens=uncached_tokens,
+            max_num_seqs=tier.spec.max_num_seqs,
+        )
+        corrected = _correct(uncorrected, replica.speed, replica.trends, now=_time_of(fleet))
+    return Candidate(
+        free=free,
+        replica=replica,
+        times=corrected,
+        cached=cached,
+        position=position,
+        snapshot_at=None if fleet is None else fleet.now,
+        load=load,
+        uncorrected=uncorrected,
+    )
+
+
+def _time_of(fleet: FleetLoad | None) -> float:
+    """Return the monotonic time of a snapshot. In a decision log it is 0, before all trends, so that none of them fades."""
+    return 0.0 if fleet is None else fleet.now
+
+
+def _predict_times(
+    speed: SpeedModel, load: Load, request: Request, *, uncached_tokens: int, max_num_seqs: int
+) -> Times:
+    """Predict a request's times by the speed model alone."""
+    return speed.times(
+        uncached_tokens,
+        load,
+        max_num_seqs,
+        output_share=request.output_share,
+        sequences=request.sequences,
+        output_tokens=request.output_tokens / request.sequences,
+    )
+
+
+def _correct(times: Times, speed: SpeedModel, trends: Trends, now: float) -> Expectation:
+    """Correct predicted times by the recent errors of such predictions."""
     ttft_mean, ttft_variance = trends.ttft.at_time(now, speed.ttft_spread)
     tpot_mean, tpot_variance = trends.tpot.at_time(now, speed.tpot_spread)
     drift = exp(tpot_mean)
-    corrected = Expectation(
-        times.ttft_ms * exp(ttft_mean), times.tpot_ms * drift, sqrt(ttft_variance), sqrt(tpot_variance), drift
+    return Expectation(
+        ttft_ms=times.ttft_ms * exp(ttft_mean),
+        tpot_ms=times.tpot_ms * drift,
+        ttft_spread=sqrt(ttft_variance),
+        tpot_spread=sqrt(tpot_variance),
+        drift=drift,
     )
-    return Candidate(free, replica, corrected, cached, position, now, load, times)
 
 
-def takes(replica: ReplicaState, request: Request, most: int) -> bool:
+def takes(replica: ReplicaState, request: Request, max_in_flight: int) -> bool:
     """Tell whether a replica takes a request now.
 
     A request with more sequences than there are slots needs all of them free. A lone request always fits the KV cache.
@@ -122,14 +169,14 @@ def takes(replica: ReplicaState, request: Request, most: int) -> bool:
     Args:
         replica: Its state.
         request: The request.
-        most: No replica counts as having more slots.
+        max_in_flight: Most slots that a replica of its tier counts as having.
     """
     if replica.status is not READY or not replica.breaker.admits:
         return False
-    limit, sequences, kv = replica.limit, request.sequences, replica.kv
-    limit = min(limit, most)
-    if limit <= 0 or replica.slots + (min(sequences, limit)) > limit:
+    limit = min(replica.limit, max_in_flight)
+    if limit <= 0 or replica.slots + min(request.sequences, limit) > limit:
         return False
+    kv = replica.kv
     if kv.size and kv.held and kv.held + request.prompt_tokens + request.output_tokens > kv.size:
         return False
     return not (request.long and kv.pressure)
@@ -141,16 +188,40 @@ def choose(tier: TierSnapshot, request: Request, fleet: FleetLoad | None) -> int
     Without a prefix that tells them apart it is the one with the fewest tokens to compute; of equals, with the fewest
     sequences.
     """
-    found, least, fewest, most = -1, inf, 0, tier.spec.max_in_flight
+    least_loaded = _least_loaded(tier, request)
+    if least_loaded < 0 or not _caches_matter(tier):
+        return least_loaded
+    max_in_flight = tier.spec.max_in_flight
+    able = [position for position, replica in enumerate(tier.replicas) if takes(replica, request, max_in_flight)]
+    return _cheapest(tier, able, request, fleet=fleet)
+
+
+def _least_loaded(tier: TierSnapshot, request: Request) -> int:
+    """Return the position of the least loaded replica that takes a request; -1: none takes it.
+
+    This runs for every replica on every request, so it makes no tuples to compare loads by, and finds out whether a replica
+    takes the request only if it is less loaded than the best so far.
+    """
+    max_in_flight = tier.spec.max_in_flight
+    best_position = -1
+    fewest_tokens = inf
+    fewest_sequences = 0
     for position, (replica, output_tokens) in enumerate(zip(tier.replicas, tier.output_tokens, strict=True)):
-        load = replica.prompt_tokens + output_tokens
-        if load > least or (load == least and replica.load.sequences >= fewest):
+        tokens = replica.prompt_tokens + output_tokens
+        if tokens > fewest_tokens or (tokens == fewest_tokens and replica.load.sequences >= fewest_sequences):
             continue
-        if takes(replica, request, most):
-            found, least, fewest = position, load, replica.load.sequences
-    if tier.cached is None or found < 0 or (tier.home < 0 and not tell_apart(tier.cached)):
-        return found
-    return _cheapest(tier, [n for n, r in enumerate(tier.replicas) if takes(r, request, most)], request, fleet)
+        if takes(replica, request, max_in_flight):
+            best_position = position
+            fewest_tokens = tokens
+            fewest_sequences = replica.load.sequences
+    return best_position
+
+
+def _caches_matter(tier: TierSnapshot) -> bool:
+    """Tell whether prefix caches may set a tier's replicas apart, or one of them is the session's own."""
+    if tier.cached is None:
+        return False
+    return tier.home >= 0 or tell_apart(tier.cached)
 
 
 def tell_apart(cached: Sequence[int]) -> bool:
@@ -162,32 +233,57 @@ def _cheapest(tier: TierSnapshot, able: Sequence[int], request: Request, fleet: 
     """Return the position of the replica that takes a request at the least cost; of equals, the least loaded.
 
     Args:
-        tier: With what its replicas hold of the prompt.
-        able: Positions of those that take the request.
+        tier: The tier, with what its replicas hold of the prompt.
+        able: Positions of the replicas that take the request.
         request: The request.
-        fleet: At the same time.
+        fleet: How busy the fleet is at the same time.
+    """
+    cached = _supposed_cached(tier, able, request)
+    are_speeds_known = all(_is_known_under_load(tier.replicas[position].speed) for position in able)
+    ranked = []
+    for position in able:
+        replica = tier.replicas[position]
+        tokens = replica.prompt_tokens + tier.output_tokens[position]
+        uncached_tokens = request.prompt_tokens - cached[position]
+        if are_speeds_known:
+            cost = _answer_ms(tier, position, max(uncached_tokens, 0), request=request, fleet=fleet)
+        else:
+            cost = tokens + uncached_tokens
+        ranked.append((cost, tokens, replica.load.sequences, position))
+    return min(ranked)[-1]
+
+
+def _supposed_cached(tier: TierSnapshot, able: Sequence[int], request: Request) -> list[int]:
+    """Return the cached tokens to count for each replica: those known, and on a session's own replica a share of the others.
+
+    The session counts only where what is known does not tell the able replicas apart.
     """
     cached = list(tier.cached or ())
-    if tier.home in able and not tell_apart([cached[n] for n in able]):
-        cached[tier.home] += int(HOME_SHARE * (request.prompt_tokens - cached[tier.home]))
-    replicas = [tier.replicas[n] for n in able]
-    tokens = [tier.replicas[n].prompt_tokens + tier.output_tokens[n] for n in able]
-    left = [max(request.prompt_tokens - cached[n], 0) for n in able]
-    if all(r.speed is not None and r.speed.under_load for r in replicas):
-        costs = [_answer_ms(tier, n, to_read, request, fleet) for n, to_read in zip(able, left, strict=True)]
-    else:
-        costs = [there + request.prompt_tokens - cached[n] for there, n in zip(tokens, able, strict=True)]
-    sequences = [replica.load.sequences for replica in replicas]
-    return min(zip(costs, tokens, sequences, able, strict=True))[3]
+    home = tier.home
+    if home in able and not tell_apart([cached[position] for position in able]):
+        cached[home] += int(HOME_SHARE * (request.prompt_tokens - cached[home]))
+    return cached
 
 
-def _answer_ms(tier: TierSnapshot, position: int, to_read: int, request: Request, fleet: FleetLoad | None) -> float:
-    """Return the predicted time of the whole answer, corrected by recent errors, with as many prompt tokens to prefill."""
-    replica, each, now = tier.replicas[position], request.output_tokens / request.sequences, fleet.now if fleet else 0.0
-    speed, load = replica.speed, load_of(replica, tier.output_tokens[position], fleet)
+def _is_known_under_load(speed: SpeedModel | None) -> bool:
+    return speed is not None and speed.under_load
+
+
+def _answer_ms(
+    tier: TierSnapshot, position: int, uncached_tokens: int, request: Request, fleet: FleetLoad | None
+) -> float:
+    """Predict the time of the whole answer on one replica, corrected by recent errors."""
+    replica = tier.replicas[position]
+    speed = replica.speed
     assert speed is not None
-    ttft_ms, tpot_ms = speed.times(
-        to_read, load, tier.spec.max_num_seqs, request.output_share, request.sequences, output_tokens=each
+    load = load_of(replica, tier.output_tokens[position], fleet)
+    ttft_ms, tpot_ms = _predict_times(
+        speed,
+        load,
+        request,
+        uncached_tokens=uncached_tokens,
+        max_num_seqs=tier.spec.max_num_seqs,
     )
-    ttft_trend, tpot_trend = replica.trends.means(now, speed)
-    return ttft_ms * exp(ttft_trend) + each * tpot_ms * exp(tpot_trend)
+    ttft_trend, tpot_trend = replica.trends.means(_time_of(fleet), speed)
+    output_tokens_each = request.output_tokens / request.sequences
+    return ttft_ms * exp(ttft_trend) + output_tokens_each * tpot_ms * exp(tpot_trend)

@@ -12,14 +12,14 @@ from collections import Counter
 from dataclasses import astuple, dataclass, field, replace
 from operator import attrgetter
 from time import monotonic
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 from msgspec import Struct, structs
 
 from tiers.choice import NONE_READY, Candidate, Request, candidate, expected, takes, tell_apart
 from tiers.preparing import Preparations
 from tiers.ranking import rising
-from tiers.replica import FleetOptions, Replica, SentPrompt, Share, Totals
+from tiers.replica import FleetOptions, Replica, SentPrompt, Share, Totals, WorkMark
 from tiers.snapshot import FleetLoad, FleetSnapshot, TierSnapshot, Trends, load_of
 from tiers.spec import ReplicaStatus, TemplateTokens, TierName, TierSpec
 from tiers.speed import MOST_BESIDE, AnswerSample, Load, SpeedModel, Times
@@ -30,16 +30,17 @@ if TYPE_CHECKING:
     from tiers.prefix_memory import Prefix
     from tiers.snapshot import ReplicaState
 
-STATE, OUTPUT_TOKENS = attrgetter("state"), attrgetter("output_tokens")
-FRESH_S = 0.01  # age of a decision up to which the rest of the fleet counts as unchanged
+STATE = attrgetter("state")
+OUTPUT_TOKENS = attrgetter("output_tokens")
+FRESH_S = 0.01  # up to this age of a decision the rest of the fleet counts as unchanged
 OUTPUT_MEMORY = 0.95  # weight of the past in ``Fleet.output_share``: about the last twenty answers
 
 
-class Demand(NamedTuple):
+class Demand(Struct, frozen=True):
     """What a request needs of a replica.
 
     Attributes:
-        prompt_tokens: Of all its prompts, with the chat template.
+        prompt_tokens: Tokens of all its prompts, with the chat template.
         max_tokens: Most output tokens of each sequence.
         sequences: Answers computed at the same time: prompts times choices. Choices share their prompt.
     """
@@ -54,7 +55,7 @@ class Lease(Struct, eq=False):
 
     Attributes:
         predicted: Times that the speed model predicted at the start; None: the speed was unknown.
-        sequences: Of the request: the slots that it takes.
+        sequences: Answers of the request, each of which takes a slot.
         sent: What the replica held of its prompt when it was sent; None: not known.
     """
 
@@ -63,17 +64,17 @@ class Lease(Struct, eq=False):
     sequences: int
     sent: SentPrompt | None
     _fleet: Fleet
-    _prompt_tokens: int  # that are not computed yet
-    _output_tokens: int
-    _asked_tokens: int
+    _prompt_tokens: int  # not computed yet
+    _output_tokens: int  # may still come
+    _max_output_tokens: int
     _kv_tokens: int
-    _slots_taken: int  # on the replica, by all routers
-    _unqueued_ms: float | None
-    _probe: int
-    _load: Load  # of the replica, without the request
-    _seen: AnswerSample | None = None
-    _begun: tuple[float, float, int] | None = None  # time of the first token, and the replica's work then
-    _judged: bool = False
+    _slots_taken: int  # on the replica, by all routers, when the request was sent
+    _unqueued_ms: float | None  # predicted TTFT if the engine does not queue the request; None: the speed was unknown
+    _probe: int  # the breaker's number of this request; 0: it is no probe
+    _load: Load  # the replica's load without the request, when it was sent
+    _sample: AnswerSample | None = None  # made with the first token, if the speed is learned from answers
+    _begun: WorkMark | None = None  # the replica's work at the first token
+    _judged: bool = False  # the breaker knows whether the replica works
     _released: bool = False
     _generated: int = 0
 
@@ -84,37 +85,59 @@ class Lease(Struct, eq=False):
             ttft_ms: Time to the first token, to learn from; None: nothing is learned. Nothing is learned from a request
                 of several sequences either: its first token is the first of any.
         """
-        replica, now, prompt_tokens = self.replica, monotonic(), self._prompt_tokens
-        trends, speed = replica.state.trends, replica.state.speed
+        replica = self.replica
+        now = monotonic()
+        prompt_tokens = self._prompt_tokens
+        trends = replica.state.trends
+        speed = replica.state.speed
         replica.prompt_computed(prompt_tokens, now)
         self._prompt_tokens = 0
-        if not self._judged:
-            self._judged = True
-            replica.breaker.succeeded(probe=self._probe)
+        self._note_success()
         if ttft_ms is None or self.sequences > 1:
             return
         if speed is None or not speed.profiled:
-            load, self._begun = self._load, (now, *replica.work_at(now))
-            self._seen = AnswerSample(prompt_tokens, load.sequences, load.prompt_tokens, load.neighbours, ttft_ms)
+            self._begin_sample(prompt_tokens, ttft_ms, now)
         if self._unqueued_ms is not None:
             expected_ms = self._unqueued_ms * math.exp(max(trends.ttft.mean, 0.0))
-            replica.limiter.sample(expected_ms, ttft_ms, self._slots_taken)
+            replica.limiter.sample(expected_ms, ttft_ms, in_flight=self._slots_taken)
         if self.predicted is not None and speed is not None:
-            ttft = trends.ttft.after(self.predicted.ttft_ms, ttft_ms, now, speed.ttft_spread)
-            replica.update(trends=Trends(ttft, trends.tpot))
+            ttft_trend = trends.ttft.after(self.predicted.ttft_ms, ttft_ms, now=now, spread=speed.ttft_spread)
+            replica.update(trends=Trends(ttft_trend, trends.tpot))
+
+    def _note_success(self) -> None:
+        """Tell the breaker that the replica works, unless the attempt was judged before."""
+        if not self._judged:
+            self._judged = True
+            self.replica.breaker.succeeded(probe=self._probe)
+
+    def _begin_sample(self, prompt_tokens: int, ttft_ms: float, now: float) -> None:
+        """Note the first token's time with the load that it was seen under, to learn the replica's speed from."""
+        load = self._load
+        self._begun = self.replica.work_at(now)
+        self._sample = AnswerSample(
+            prompt_tokens=prompt_tokens,
+            sequences=load.sequences,
+            waiting_tokens=load.prompt_tokens,
+            neighbours=load.neighbours,
+            ttft_ms=ttft_ms,
+        )
 
     def produced(self, tokens: int = 1) -> None:
-        """Count output tokens that have arrived."""
+        """Count output tokens that have arrived.
+
+        It runs once per token, so it changes the replica's counters itself instead of calling its methods.
+        """
         if self._released:
             return
-        replica, left = self.replica, self._output_tokens  # once per token, so without a call
+        replica = self.replica
         work = replica.work
-        work.silence_s, work.silent_from = 0.0, monotonic()
+        work.silence_s = 0.0
+        work.silent_from = monotonic()
         work.generated += tokens
         self._generated += tokens
-        tokens = min(tokens, left)
-        replica.output_tokens -= tokens
-        self._output_tokens = left - tokens
+        counted_tokens = min(tokens, self._output_tokens)  # an engine may send more than was asked for
+        replica.output_tokens -= counted_tokens
+        self._output_tokens -= counted_tokens
 
     def finished(self, tpot_ms: float | None, output_tokens: int = 0, cached_tokens: int | None = None) -> None:
         """Note a complete answer.
@@ -122,53 +145,56 @@ class Lease(Struct, eq=False):
         Args:
             tpot_ms: Mean time between tokens; None for fewer than two tokens and for answers that were not streamed.
                 Ignored for several sequences, which end at different times.
-            output_tokens: Of the answer; 0: the engine did not report them.
-            cached_tokens: Of the prompt, found in the prefix cache; None: the engine did not report them.
+            output_tokens: Tokens of the answer; 0: the engine did not report them.
+            cached_tokens: Prompt tokens found in the prefix cache; None: the engine did not report them.
         """
-        replica, now = self.replica, monotonic()
-        state, work = replica.state, replica.work
-        trends, speed = state.trends, state.speed
-        work.generated += max(output_tokens - self._generated, 0)  # of an answer that was not streamed
-        work.silence_s, work.silent_from = 0.0, now
-        if not self._judged:
-            self._judged = True
-            replica.breaker.succeeded(probe=self._probe)
+        replica = self.replica
+        now = monotonic()
+        state = replica.state
+        trends = state.trends
+        speed = state.speed
+        # An answer that was not streamed has not counted any of its tokens before.
+        replica.work.generated += max(output_tokens - self._generated, 0)
+        replica.progressed(now)
+        self._note_success()
         if tpot_ms is not None and self.sequences == 1 and self.predicted is not None and speed is not None:
-            tpot = trends.tpot.after(self.predicted.tpot_ms, tpot_ms, now, speed.tpot_spread)
-            trends = Trends(trends.ttft, tpot)
+            tpot_trend = trends.tpot.after(self.predicted.tpot_ms, tpot_ms, now=now, spread=speed.tpot_spread)
+            trends = Trends(trends.ttft, tpot_trend)
         replica.state = structs.replace(replica.state, served=state.served + 1, trends=trends)
         if cached_tokens is not None:
-            self._correct(cached_tokens)
+            self._correct_cached(cached_tokens)
         if speed is None or not speed.profiled:
-            self._note(now, tpot_ms, output_tokens)
-        if output_tokens and self._asked_tokens:
-            share = min(output_tokens / self._asked_tokens, 1.0)
-            self._fleet.output_share += (1 - OUTPUT_MEMORY) * (share - self._fleet.output_share)
+            self._end_sample(now, tpot_ms, output_tokens)
+        if output_tokens and self._max_output_tokens:
+            used_share = min(output_tokens / self._max_output_tokens, 1.0)
+            self._fleet.output_share += (1 - OUTPUT_MEMORY) * (used_share - self._fleet.output_share)
 
-    def _correct(self, cached_tokens: int) -> None:
-        """Take over what the engine found in its cache: learn from the rest, and forget what it must have evicted."""
-        seen, sent = self._seen, self.sent
-        if seen is not None:
-            prompt_tokens = seen.prompt_tokens + (sent.cached if sent is not None else 0)
-            self._seen = seen._replace(prompt_tokens=max(prompt_tokens - cached_tokens, 0))
+    def _correct_cached(self, cached_tokens: int) -> None:
+        """Use the cached tokens that the engine reports instead of those expected, and forget blocks that it has evicted."""
+        sample = self._sample
+        sent = self.sent
+        if sample is not None:
+            expected_cached = 0 if sent is None else sent.cached
+            prompt_tokens = sample.prompt_tokens + expected_cached
+            self._sample = sample._replace(prompt_tokens=max(prompt_tokens - cached_tokens, 0))
         if sent is not None:
             sent.correct(self.replica.prefixes, cached_tokens)
 
-    def _note(self, now: float, tpot_ms: float | None, output_tokens: int) -> None:
-        """Note the answer's times and the replica's work meanwhile, to learn its speed from."""
+    def _end_sample(self, now: float, tpot_ms: float | None, output_tokens: int) -> None:
+        """Add the answer's times, and the replica's work meanwhile, to the answers that its speed is learned from."""
         replica = self.replica
-        seen, begun = self._seen, self._begun
-        if seen is None or begun is None:  # several sequences never begin
+        sample = self._sample
+        begun = self._begun
+        if sample is None or begun is None:  # a request of several sequences has no sample
             return
-        began, sequence_s, prompts = begun
-        if tpot_ms is not None and tpot_ms > 0 and now > began:
-            batch, prefilled = replica.work_at(now)
-            seen = seen._replace(
-                batch=max((batch - sequence_s) / (now - began), 1.0),
-                prefilled=(prefilled - prompts) / max(output_tokens - 1, 1),
+        if tpot_ms is not None and tpot_ms > 0 and now > begun.at:
+            ended = replica.work_at(now)
+            sample = sample._replace(
+                batch=max((ended.sequence_s - begun.sequence_s) / (now - begun.at), 1.0),
+                prefilled=(ended.prompt_tokens - begun.prompt_tokens) / max(output_tokens - 1, 1),
                 tpot_ms=tpot_ms,
             )
-        replica.answers.last.append(seen)
+        replica.answers.last.append(sample)
         replica.answers.noted += 1
 
     def may_be_silent_until(self, now: float, limit_s: float, *, is_expected: bool) -> float:
@@ -192,7 +218,13 @@ class Lease(Struct, eq=False):
             return
         self._released = True
         replica = self.replica
-        replica.end(self._prompt_tokens, self._output_tokens, self._kv_tokens, self.sequences, monotonic())
+        replica.end(
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._output_tokens,
+            kv_tokens=self._kv_tokens,
+            sequences=self.sequences,
+            now=monotonic(),
+        )
         self._prompt_tokens = 0  # a late first token must not count down again
         if not self._judged:
             replica.breaker.given_up(probe=self._probe)
@@ -248,9 +280,10 @@ class Fleet:
     _totals: Totals = field(default_factory=Totals)
 
     def __post_init__(self) -> None:
-        given, self.replicas = self.replicas, []
+        first_replicas = self.replicas
+        self.replicas = []
         self.specs = rising(self.specs, self.losses)
-        for replica in given:
+        for replica in first_replicas:
             self._enter(replica)
 
     def add(self, replica: Replica) -> Replica:
@@ -290,7 +323,7 @@ class Fleet:
 
     def configure(self, spec: TierSpec) -> None:
         """Replace a tier's configuration, for example when its checkpoint is finished."""
-        specs = [spec if each.name is spec.name else each for each in self.specs]
+        specs = [spec if known.name is spec.name else known for known in self.specs]
         self.specs = rising(specs, self.losses)
 
     def note_precision(self, replica: Replica, precision: str) -> bool:
@@ -301,12 +334,15 @@ class Fleet:
 
     def _show_precision(self, tier: TierName) -> int:
         """Let a tier show what its replicas serve; return the number of their precisions."""
-        known = [r.spec.precision for r in self._members[tier] if r.model]  # the others were never asked
-        found = dict.fromkeys(known)
-        shown = ", ".join(found)
-        specs = [replace(s, precision=shown) if s.name is tier and found else s for s in self.specs]
+        # A replica without a model was never asked what it serves.
+        known = [replica.spec.precision for replica in self._members[tier] if replica.model]
+        precisions = dict.fromkeys(known)
+        specs = list(self.specs)
+        if precisions:
+            shown = ", ".join(precisions)
+            specs = [replace(spec, precision=shown) if spec.name is tier else spec for spec in specs]
         self.specs = rising(specs, self.losses)
-        return len(found)
+        return len(precisions)
 
     def shorten(self, replica: Replica, max_model_len: int) -> None:
         """Note that a replica has a shorter context than configured; its tier promises the shortest of its replicas."""
@@ -320,18 +356,19 @@ class Fleet:
 
         Return whether the replica's have changed.
         """
-        changed = replica.spec.adapters != tuple(adapters)
-        if changed:
+        has_changed = replica.spec.adapters != tuple(adapters)
+        if has_changed:
             replica.spec = replace(replica.spec, adapters=tuple(adapters))
             replica.update()
-        offered = set(adapters)
-        for other in self._members[replica.spec.name]:
-            if other.state.status in {ReplicaStatus.READY, ReplicaStatus.DRAINING}:
-                offered &= set(other.spec.adapters)
+        common = set(adapters)
+        for member in self._members[replica.spec.name]:
+            if member.state.status in {ReplicaStatus.READY, ReplicaStatus.DRAINING}:
+                common &= set(member.spec.adapters)
         tier = self.spec(replica.spec.name)
-        if tier.adapters != (names := tuple(sorted(offered))):
-            self.configure(replace(tier, adapters=names))
-        return changed
+        offered = tuple(sorted(common))
+        if tier.adapters != offered:
+            self.configure(replace(tier, adapters=offered))
+        return has_changed
 
     def rank_by_loss(self, losses: Mapping[TierName, float]) -> None:
         """Put the tiers into the order of their measured losses; see ``tiers.ranking``.
@@ -380,132 +417,189 @@ class Fleet:
         ``prefix`` is its prompt's; None: not known. ``found`` is the replica that a decision was made for, which takes
         the request if nothing has changed there, and the decision is fresh; None: any.
         """
-        now, output_tokens = monotonic(), max_tokens * sequences
-        kv_tokens = prompt_tokens + math.ceil(self.output_share * output_tokens)
-        members = self._members.get(tier, [])
-        if exclude:
-            members = [replica for replica in members if replica.id not in exclude]
-        at = -1 if found is None or not found.free or over_limit or now - found.at > FRESH_S else found.position
-        if found is None or not 0 <= at < len(members) or members[at].state is not found.replica:
-            long = prompt_tokens > self.options.long_prompt_tokens
-            request = Request(prompt_tokens, kv_tokens - prompt_tokens, sequences, long, self.output_share)
-            found = self._found(members, request, prefix, now, over_limit=over_limit)
-            if not found.free:
-                return None
+        now = monotonic()
+        demand = Demand(prompt_tokens, max_tokens, sequences)
+        members = self._members_except(tier, exclude)
+        if found is None or over_limit or not _is_current(found, members, now):
+            found = self._find_candidate(members, demand, prefix, now=now, over_limit=over_limit)
+        if not found.free or found.position is None:
+            return None
         replica = members[found.position]
-        sent, to_read = None, prompt_tokens
+        sent = None
+        uncached_tokens = prompt_tokens
         if prefix is not None:
             sent = SentPrompt.to(replica, prefix)
-            to_read = max(prompt_tokens - sent.cached, 0)
-        predicted, load, speed, most = found.uncorrected, found.load, replica.state.speed, replica.spec.max_num_seqs
-        unqueued_ms = None if predicted is None else predicted.ttft_ms
-        if speed is not None and load.sequences >= most:
-            room = structs.replace(load, sequences=most - 1)
-            unqueued_ms = speed.times(to_read, room, most, self.output_share).ttft_ms
-        probe = 0 if replica.breaker.open_until is None else replica.breaker.begin(now)
-        replica.begin(to_read, output_tokens, kv_tokens, sequences, now)
+            uncached_tokens = max(prompt_tokens - sent.cached, 0)
+        unqueued_ms = self._predict_unqueued_ms(replica, found, uncached_tokens)
+        probe = replica.breaker.begin(now)
+        output_tokens = max_tokens * sequences
+        kv_tokens = self._kv_tokens(demand)
+        replica.begin(
+            prompt_tokens=uncached_tokens,
+            output_tokens=output_tokens,
+            kv_tokens=kv_tokens,
+            sequences=sequences,
+            now=now,
+        )
         return Lease(
-            replica,
-            predicted,
-            sequences,
-            sent,
+            replica=replica,
+            predicted=found.uncorrected,
+            sequences=sequences,
+            sent=sent,
             _fleet=self,
-            _prompt_tokens=to_read,
+            _prompt_tokens=uncached_tokens,
             _output_tokens=output_tokens,
-            _asked_tokens=output_tokens,
+            _max_output_tokens=output_tokens,
             _kv_tokens=kv_tokens,
             _slots_taken=replica.state.slots + replica.others.counted.slots,
             _unqueued_ms=unqueued_ms,
             _probe=probe,
-            _load=load,
+            _load=found.load,
         )
 
-    def _found(
-        self, members: Sequence[Replica], request: Request, prefix: Prefix | None, now: float, *, over_limit: bool
+    def _members_except(self, tier: TierName, exclude: Collection[str]) -> Sequence[Replica]:
+        """Return a tier's replicas without those whose ids are excluded."""
+        members = self._members.get(tier, [])
+        if not exclude:
+            return members
+        return [replica for replica in members if replica.id not in exclude]
+
+    def _find_candidate(
+        self, members: Sequence[Replica], demand: Demand, prefix: Prefix | None, *, now: float, over_limit: bool
     ) -> Candidate:
         """Return what some replicas of a tier have for a request; ``over_limit``: whatever their limits."""
         if not members:
             return NONE_READY
-        load, tier = self._load(now), self._tier_snapshot(members[0].spec, members, prefix)
+        load = self._load(now)
+        tier = self._tier_snapshot(members[0].spec, members, prefix)
+        request = self._request(demand)
         if not over_limit:
             return candidate(tier, request, load)
         position = _least_loaded_open(members)
-        return NONE_READY if position < 0 else expected(tier, position, request, load)
+        if position is None:
+            return NONE_READY
+        return expected(tier, position, request, fleet=load)
+
+    def _request(self, demand: Demand) -> Request:
+        """Return a demand with the output that recent requests let one expect."""
+        return Request(
+            prompt_tokens=demand.prompt_tokens,
+            output_tokens=self._expected_output_tokens(demand),
+            sequences=demand.sequences,
+            long=demand.prompt_tokens > self.options.long_prompt_tokens,
+            output_share=self.output_share,
+        )
+
+    def _expected_output_tokens(self, demand: Demand) -> int:
+        return math.ceil(self.output_share * (demand.max_tokens * demand.sequences))
+
+    def _kv_tokens(self, demand: Demand) -> int:
+        return demand.prompt_tokens + self._expected_output_tokens(demand)
+
+    def _predict_unqueued_ms(self, replica: Replica, chosen: Candidate, uncached_tokens: int) -> float | None:
+        """Predict the TTFT of a request that the engine does not queue; None: the replica's speed is not known."""
+        speed = replica.state.speed
+        max_num_seqs = replica.spec.max_num_seqs
+        if speed is not None and chosen.load.sequences >= max_num_seqs:
+            load_with_room = structs.replace(chosen.load, sequences=max_num_seqs - 1)
+            return speed.times(uncached_tokens, load_with_room, max_num_seqs, output_share=self.output_share).ttft_ms
+        if chosen.uncorrected is None:
+            return None
+        return chosen.uncorrected.ttft_ms
 
     def _tier_snapshot(self, spec: TierSpec, members: Sequence[Replica], prefix: Prefix | None) -> TierSnapshot:
         """Return some replicas of a tier as they are, and what they hold of a prompt."""
-        states, outputs = tuple(map(STATE, members)), tuple(map(OUTPUT_TOKENS, members))
-        preparing = self.preparations.of(spec.name) if spec.name in self.preparations.lacking else None
+        states = tuple(map(STATE, members))
+        output_tokens = tuple(map(OUTPUT_TOKENS, members))
+        preparing = None
+        if spec.name in self.preparations.lacking:
+            preparing = self.preparations.of(spec.name)
         if prefix is None:
-            return TierSnapshot(spec, states, outputs, preparing)
-        cached, home = tuple([r.cached_tokens(prefix) for r in members]), -1
+            return TierSnapshot(spec, states, output_tokens, preparing=preparing)
+        cached = tuple([replica.cached_tokens(prefix) for replica in members])
+        home = -1
         if len(members) > 1 and prefix.session and not tell_apart(cached):
-            open_ones = [n for n, state in enumerate(states) if state.open]
-            if open_ones:
-                home = open_ones[prefix.home([members[n].id for n in open_ones])]
-        return TierSnapshot(spec, states, outputs, preparing, cached, home)
+            home = _home_of(prefix, members)
+        return TierSnapshot(spec, states, output_tokens, preparing=preparing, cached=cached, home=home)
 
     def refresh(self, now: float) -> None:
         """Replace those states of replicas that time has changed."""
-        self._totals.until = math.inf
+        self._totals.state_expires_at = math.inf
         for replica in self.replicas:
-            if replica.expires_at <= now:
+            if replica.state_expires_at <= now:
                 replica.update()
-            self._totals.until = min(self._totals.until, replica.expires_at)
+            self._totals.state_expires_at = min(self._totals.state_expires_at, replica.state_expires_at)
 
     def _load(self, now: float) -> FleetLoad:
         """Return how busy the fleet is, with all states up to date."""
-        if self._totals.until <= now:
+        if self._totals.state_expires_at <= now:
             self.refresh(now)
-        totals, count = self._totals, len(self.replicas)
-        others = count - 1 or 1
-        load = FleetLoad(now, totals.busy, others)
-        if not totals.contended or count > MOST_BESIDE:
+        totals = self._totals
+        replica_count = len(self.replicas)
+        load = FleetLoad(now, busy=totals.busy, others=max(replica_count - 1, 1))
+        if not totals.contended or replica_count > MOST_BESIDE:
             return load
-        left_ms = {
-            r.id: speed.left_ms(load_of(r.state, r.output_tokens, load), r.spec.max_num_seqs, self.output_share)
-            for r in self.replicas
-            if r.state.load.sequences and (speed := r.state.speed) is not None
-        }
-        usually = min(totals.busy_lately(now) / count, 1.0)
-        return FleetLoad(now, totals.busy, others, left_ms, sum(left_ms.values()), usually)
+        left_ms = self._left_ms(load)
+        return FleetLoad(
+            now,
+            busy=load.busy,
+            others=load.others,
+            left_ms=left_ms,
+            left_ms_sum=sum(left_ms.values()),
+            usually=min(totals.busy_lately(now) / replica_count, 1.0),
+        )
+
+    def _left_ms(self, load: FleetLoad) -> dict[str, float]:
+        """Predict the time until each busy replica of known speed is idle, by its id."""
+        left_ms = {}
+        for replica in self.replicas:
+            state = replica.state
+            if state.load.sequences and state.speed is not None:
+                replica_load = load_of(state, replica.output_tokens, load)
+                left_ms[replica.id] = state.speed.left_ms(replica_load, replica.spec.max_num_seqs, self.output_share)
+        return left_ms
 
     def has_capacity(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> bool:
         """Tell whether a request could be leased on one of several tiers, apart from the excluded replicas."""
         self.refresh(monotonic())
-        prompt_tokens, long = demand.prompt_tokens, demand.prompt_tokens > self.options.long_prompt_tokens
-        request = Request(prompt_tokens, self._kv_tokens(demand) - prompt_tokens, demand.sequences, long)
-        return any(
-            takes(replica.state, request, replica.spec.max_in_flight)
-            for tier in tiers
-            for replica in self._members.get(tier, ())
-            if replica.id not in exclude
-        )
+        request = self._request(demand)
+        for tier in tiers:
+            for replica in self._members_except(tier, exclude):
+                if takes(replica.state, request, replica.spec.max_in_flight):
+                    return True
+        return False
 
     def is_ready(self, tier: TierName) -> bool:
         """Tell whether a tier has a ready replica."""
-        return any(r.state.status is ReplicaStatus.READY for r in self._members.get(tier, ()))
+        members = self._members.get(tier, ())
+        return any(replica.state.status is ReplicaStatus.READY for replica in members)
 
     def nearest(self, tiers: Collection[TierName], demand: Demand, exclude: Collection[str] = ()) -> str | None:
         """Return the id of the replica with free slots that lacks least of what a request needs; None: no replica."""
-        tokens, long = self._kv_tokens(demand), demand.prompt_tokens > self.options.long_prompt_tokens
         self.refresh(monotonic())
+        kv_tokens = self._kv_tokens(demand)
+        is_long = demand.prompt_tokens > self.options.long_prompt_tokens
 
         def lacking(state: ReplicaState) -> tuple[int, int]:
-            return max(state.slots + demand.sequences - state.limit, 0), state.kv.held + tokens - state.kv.size
+            lacking_slots = max(state.slots + demand.sequences - state.limit, 0)
+            return lacking_slots, state.kv.held + kv_tokens - state.kv.size
 
-        able = [r.state for r in self.replicas if r.spec.name in tiers and r.state.open and r.id not in exclude]
-        partly = [state for state in able if state.slots < state.limit and not (long and state.kv.pressure)]
-        return min(partly, key=lacking).id if partly else None
-
-    def _kv_tokens(self, demand: Demand) -> int:
-        return demand.prompt_tokens + math.ceil(self.output_share * demand.max_tokens * demand.sequences)
+        nearly_able = []
+        for replica in self.replicas:
+            state = replica.state
+            is_candidate = replica.spec.name in tiers and state.open and replica.id not in exclude
+            if is_candidate and state.slots < state.limit and not (is_long and state.kv.pressure):
+                nearly_able.append(state)
+        if not nearly_able:
+            return None
+        return min(nearly_able, key=lacking).id
 
     def freed_per_s(self, tier: TierName) -> float:
         """Predict a tier's slots that become free per second; 0 if no replica takes requests."""
         now = monotonic()
         load = self._load(now)
-        return sum(r.freed_per_s(load, self.output_share) for r in self._members.get(tier, ()) if r.state.open)
+        members = self._members.get(tier, ())
+        return sum(replica.freed_per_s(load, self.output_share) for replica in members if replica.state.open)
 
     def note_template(self, template: TemplateTokens) -> None:
         """Note what an engine's chat template adds to prompts; the larger of each figure counts."""
@@ -516,26 +610,59 @@ class Fleet:
 
         Args:
             reserved: Ids of replicas that have no free slots in it.
-            prefix: Of the prompt that a decision is made for: the replicas show what they hold of it.
+            prefix: The prompt that a decision is made for: the replicas show what they hold of it.
         """
-        load, tiers = self._load(monotonic()), []
+        load = self._load(monotonic())
+        tiers = []
         for spec in self.specs:
             tier = self._tier_snapshot(spec, self._members.get(spec.name, ()), prefix)
             if reserved:
-                full = [
-                    structs.replace(r, limit=min(r.limit, r.slots)) if r.id in reserved else r for r in tier.replicas
-                ]
-                tier = structs.replace(tier, replicas=tuple(full))
+                tier = _without_free_slots(tier, reserved)
             tiers.append(tier)
-        long = self.options.long_prompt_tokens
-        return FleetSnapshot(tuple(tiers), self.template, self.output_share, long, load)
+        return FleetSnapshot(
+            tiers=tuple(tiers),
+            template=self.template,
+            output_share=self.output_share,
+            long_prompt_tokens=self.options.long_prompt_tokens,
+            load=load,
+        )
 
 
-def _least_loaded_open(members: Sequence[Replica]) -> int:
-    """Return the position of the least loaded replica that gets requests, whatever its limits; -1: none does."""
-    loads = [
-        (r.state.prompt_tokens + r.output_tokens, r.state.load.sequences, n)
-        for n, r in enumerate(members)
-        if r.state.open
-    ]
-    return min(loads)[2] if loads else -1
+def _is_current(chosen: Candidate, members: Sequence[Replica], now: float) -> bool:
+    """Tell whether a candidate still holds: it is fresh, and the state of its replica has not been replaced since."""
+    if not chosen.free or chosen.position is None or chosen.snapshot_at is None:
+        return False
+    if now - chosen.snapshot_at > FRESH_S or chosen.position >= len(members):
+        return False
+    return members[chosen.position].state is chosen.replica
+
+
+def _home_of(prefix: Prefix, members: Sequence[Replica]) -> int:
+    """Return the position of a session's own replica among those that get requests; -1: none does."""
+    open_positions = [position for position, replica in enumerate(members) if replica.state.open]
+    if not open_positions:
+        return -1
+    return open_positions[prefix.home([members[position].id for position in open_positions])]
+
+
+def _without_free_slots(tier: TierSnapshot, reserved: Collection[str]) -> TierSnapshot:
+    """Return a tier in which the replicas with some ids have no free slots."""
+    states = []
+    for state in tier.replicas:
+        if state.id in reserved:
+            states.append(structs.replace(state, limit=min(state.limit, state.slots)))
+        else:
+            states.append(state)
+    return structs.replace(tier, replicas=tuple(states))
+
+
+def _least_loaded_open(members: Sequence[Replica]) -> int | None:
+    """Return the position of the least loaded replica that gets requests, whatever its limits; None: none does."""
+    loads = []
+    for position, replica in enumerate(members):
+        state = replica.state
+        if state.open:
+            loads.append((state.prompt_tokens + replica.output_tokens, state.load.sequences, position))
+    if not loads:
+        return None
+    return min(loads)[-1]

@@ -27,27 +27,19 @@ class ConcurrencyLimit:
 
     lowest: int
     highest: int
-    _limit: float
+    _limit: float  # with its fraction
 
     @classmethod
     def starting(cls, sequences: int, highest: int) -> ConcurrencyLimit:
         """Return a limit that starts at the sequences that the engine runs at once."""
         start = min(sequences, highest)
-        return cls(max(min(start // 4, start), 1), highest, float(start))
+        lowest = max(min(start // 4, start), 1)
+        return cls(lowest, highest, float(start))
 
     @property
     def value(self) -> int:
         """Return the limit."""
         return int(self._limit)
-
-    @property
-    def exact(self) -> float:
-        """Return the limit with its fraction, which other processes of one router go on from."""
-        return self._limit
-
-    @exact.setter
-    def exact(self, limit: float) -> None:
-        self._limit = limit
 
     def sample(self, expected_ms: float, seen_ms: float, in_flight: int) -> None:
         """Learn from one request's TTFT.
@@ -59,9 +51,13 @@ class ConcurrencyLimit:
         """
         if in_flight * 2 < self._limit:
             return
-        gradient = min(max(TOLERANCE * expected_ms / max(seen_ms, 0.1), FASTEST_FALL), 1.0)
-        wanted = self._limit * gradient + math.sqrt(self._limit) * (gradient == 1.0)
-        self._limit = min(max(self._limit + SMOOTHING * (wanted - self._limit), self.lowest), self.highest)
+        gradient = TOLERANCE * expected_ms / max(seen_ms, 0.1)
+        gradient = min(max(gradient, FASTEST_FALL), 1.0)
+        target = self._limit * gradient
+        if gradient == 1.0:  # nothing waits, so find out whether the engine takes more
+            target += math.sqrt(self._limit)
+        smoothed = self._limit + SMOOTHING * (target - self._limit)
+        self._limit = min(max(smoothed, self.lowest), self.highest)
 
     def failed(self) -> None:
         """Lower the limit after a failed request, as Netflix's AIMDLimit does (ratio 0.9)."""

@@ -18,7 +18,7 @@ import asyncio
 import math
 import time
 from statistics import fmean, median, pstdev
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tiers.least_squares import least_squares
 from tiers.spec import ReplicaStatus
@@ -30,18 +30,19 @@ if TYPE_CHECKING:
     from tiers.fleet import Fleet
     from tiers.replica import Replica
 
-LOOK_S = 2.0
-REST = (
-    9.0  # times as long as learning took, nothing is learned: in a large fleet many replicas are due at the same time
-)
+LEARN_POLL_S = 2.0
+# Between two replicas it rests for this multiple of the time that learning took: in a large fleet many are due at once.
+REST = 9.0
 ENOUGH = 32  # answers before anything is learned
 AGAIN = 1.5  # learn again at this multiple of the answers of the last time; trends follow later changes
 CONTENTIONS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 PAYS = 0.9  # more contention must lower the error to this share to be accepted
 FAR = 3.0  # an outlier deviates by more than this multiple of the median deviation
-CLOSE = 0.1  # of log(seen / predicted): smaller deviations are never outliers
+CLOSE = 0.1  # smaller deviations of log(seen / predicted) are never outliers
 ROUNDS = 3
-LEAST_SPREAD, MOST_SPREAD = 0.05, 1.0
+LEAST_SPREAD = 0.05
+MOST_SPREAD = 1.0
+IDLE_PROMPT_TOKENS = (16, 256)  # prompts for which an idle replica's TTFT is added to the answers
 
 Row = tuple[float, ...]
 
@@ -54,64 +55,122 @@ def learn(seen: Sequence[AnswerSample], max_num_seqs: int, idle: SpeedModel | No
         max_num_seqs: Sequences that it decodes at once. With more, a TTFT includes a wait for a slot.
         idle: The replica's speed measured while nothing else computed.
     """
-    begun = [s for s in seen if s.sequences < max_num_seqs]
-    decoded = [s for s in seen if s.tpot_ms is not None]
+    begun = [answer for answer in seen if answer.sequences < max_num_seqs]
+    decoded = [answer for answer in seen if answer.tpot_ms is not None]
     if len(begun) < ENOUGH or len(decoded) < ENOUGH:
         return None
     if idle is not None:
-        begun += [AnswerSample(n, 0, 0, 0.0, idle.times(n, IDLE, max_num_seqs, 1.0).ttft_ms) for n in (16, 256)]
-        decoded.append(AnswerSample(0, 0, 0, 0.0, 0.0, 1.0, 0.0, idle.step_ms(1)))
-    best, least = _fit(begun, decoded, 0.0)
+        begun += [_idle_beginning(idle, prompt_tokens, max_num_seqs) for prompt_tokens in IDLE_PROMPT_TOKENS]
+        decoded.append(_idle_decoding(idle))
+    best, lowest_deviation = _fit(begun, decoded, 0.0)
     for contention in CONTENTIONS:
         model, deviation = _fit(begun, decoded, contention)
-        if deviation < PAYS * least:
-            best, least = model, deviation
+        if deviation < PAYS * lowest_deviation:
+            best = model
+            lowest_deviation = deviation
     return best
 
 
+def _idle_beginning(idle: SpeedModel, prompt_tokens: int, max_num_seqs: int) -> AnswerSample:
+    """Return the first token's time of a prompt on the idle replica, as if it had been seen."""
+    ttft_ms = idle.times(prompt_tokens, IDLE, max_num_seqs, output_share=1.0).ttft_ms
+    return AnswerSample(prompt_tokens, sequences=0, waiting_tokens=0, neighbours=0.0, ttft_ms=ttft_ms)
+
+
+def _idle_decoding(idle: SpeedModel) -> AnswerSample:
+    """Return the decode step of a lone sequence on the idle replica, as if it had been seen."""
+    return AnswerSample(
+        prompt_tokens=0,
+        sequences=0,
+        waiting_tokens=0,
+        neighbours=0.0,
+        ttft_ms=0.0,
+        batch=1.0,
+        tpot_ms=idle.step_ms(1),
+    )
+
+
 def _fit(begun: Sequence[AnswerSample], decoded: Sequence[AnswerSample], contention: float) -> tuple[SpeedModel, float]:
-    """Fit all parameters but the contention; return the model and its median deviation."""
-    (base, slope, _), tpot_spread, tpot_typical = _robust(
-        [(1.0, s.batch, s.prefilled) for s in decoded],
-        [(s.tpot_ms or 0.0) / (1 + contention * s.neighbours) for s in decoded],
+    """Fit all parameters but the contention; return the model and its median deviation.
+
+    Args:
+        begun: Answers whose TTFT counts.
+        decoded: Answers whose TPOT counts.
+        contention: Added share of time when all other replicas compute.
+    """
+    tpot = _robust(
+        [(1.0, answer.batch, answer.prefilled) for answer in decoded],
+        [_alone_ms(answer.tpot_ms or 0.0, answer, contention) for answer in decoded],
     )
-    steps = SpeedModel(0.0, 0.0, base, slope)
-    waits = [steps.step_ms(s.sequences) if s.sequences else 0.0 for s in begun]
-    (first, prefill, waited), ttft_spread, ttft_typical = _robust(
-        [(1.0, s.prompt_tokens + s.waiting_tokens, wait) for s, wait in zip(begun, waits, strict=True)],
-        [s.ttft_ms / (1 + contention * s.neighbours) for s in begun],
+    step_base_ms, step_ms_per_sequence, _ = tpot.coefficients
+    steps = SpeedModel(0.0, 0.0, step_base_ms, step_ms_per_sequence=step_ms_per_sequence)
+    ttft = _robust(
+        [_ttft_row(answer, steps) for answer in begun],
+        [_alone_ms(answer.ttft_ms, answer, contention) for answer in begun],
     )
+    ttft_base_ms, prefill_ms_per_token, ttft_steps = ttft.coefficients
     model = SpeedModel(
-        ttft_base_ms=first,
-        prefill_ms_per_token=prefill,
-        step_base_ms=base,
-        step_ms_per_sequence=slope,
-        ttft_steps=waited,
+        ttft_base_ms=ttft_base_ms,
+        prefill_ms_per_token=prefill_ms_per_token,
+        step_base_ms=step_base_ms,
+        step_ms_per_sequence=step_ms_per_sequence,
+        ttft_steps=ttft_steps,
         contention=contention,
-        ttft_spread=ttft_spread,
-        tpot_spread=tpot_spread,
+        ttft_spread=ttft.spread,
+        tpot_spread=tpot.spread,
         learned=True,
     )
-    return model, tpot_typical + ttft_typical
+    return model, tpot.median_deviation + ttft.median_deviation
 
 
-def _robust(rows: Sequence[Row], times: Sequence[float]) -> tuple[list[float], float, float]:
-    """Fit coefficients to times above zero, repeatedly without outliers.
+def _alone_ms(seen_ms: float, answer: AnswerSample, contention: float) -> float:
+    """Return the time that an answer would have taken without its replica's neighbours."""
+    return seen_ms / (1 + contention * answer.neighbours)
 
-    Returns:
-        The coefficients; the root mean square of log(seen / predicted) without outliers; its median size over all rows.
+
+def _ttft_row(answer: AnswerSample, steps: SpeedModel) -> Row:
+    """Return what the three parameters of TTFT are multiplied by; ``steps`` has only the time of a decode step."""
+    wait_ms = steps.step_ms(answer.sequences) if answer.sequences else 0.0
+    return 1.0, answer.prompt_tokens + answer.waiting_tokens, wait_ms
+
+
+class _RobustFit(NamedTuple):
+    """A linear model of times, fitted without outliers.
+
+    Attributes:
+        coefficients: One for each column of the rows.
+        spread: Root mean square of log(seen / predicted) without outliers.
+        median_deviation: Median size of log(seen / predicted) over all rows.
     """
+
+    coefficients: list[float]
+    spread: float
+    median_deviation: float
+
+
+def _robust(rows: Sequence[Row], times: Sequence[float]) -> _RobustFit:
+    """Fit coefficients to times above zero, repeatedly without outliers."""
     kept = list(range(len(rows)))
-    found, logs = [0.0] * len(rows[0]), [0.0] * len(rows)
+    coefficients = [0.0] * len(rows[0])
+    deviations = [0.0] * len(rows)
     for _ in range(ROUNDS):
-        found = least_squares([rows[n] for n in kept], [times[n] for n in kept])
-        predicted = [sum(c * x for c, x in zip(found, row, strict=True)) for row in rows]
-        logs = [math.log(y / max(p, 1e-3)) for p, y in zip(predicted, times, strict=True)]
-        bound = max(FAR * median(map(abs, logs)), CLOSE)
-        kept = [n for n, off in enumerate(logs) if abs(off) <= bound]
-    left = [logs[n] for n in kept]
-    spread = math.hypot(pstdev(left), fmean(left))
-    return found, min(max(spread, LEAST_SPREAD), MOST_SPREAD), median(map(abs, logs))
+        coefficients = least_squares([rows[n] for n in kept], [times[n] for n in kept])
+        deviations = [_deviation(row, time_ms, coefficients) for row, time_ms in zip(rows, times, strict=True)]
+        bound = max(FAR * median(map(abs, deviations)), CLOSE)
+        kept = [n for n, deviation in enumerate(deviations) if abs(deviation) <= bound]
+    kept_deviations = [deviations[n] for n in kept]
+    spread = math.hypot(pstdev(kept_deviations), fmean(kept_deviations))
+    return _RobustFit(
+        coefficients=coefficients,
+        spread=min(max(spread, LEAST_SPREAD), MOST_SPREAD),
+        median_deviation=median(map(abs, deviations)),
+    )
+
+
+def _deviation(row: Row, seen_ms: float, coefficients: Sequence[float]) -> float:
+    """Return log(seen / predicted) of one row."""
+    predicted_ms = sum(coefficient * x for coefficient, x in zip(coefficients, row, strict=True))
+    return math.log(seen_ms / max(predicted_ms, 1e-3))
 
 
 class LiveSpeed:
@@ -125,7 +184,7 @@ class LiveSpeed:
     async def run(self) -> None:
         """Learn periodically, until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(LEARN_POLL_S)
             replicas = list(self._fleet.replicas)
             for replica in replicas:
                 began = time.monotonic()
@@ -134,23 +193,30 @@ class LiveSpeed:
             self._forget_others({replica.id for replica in replicas})
 
     def _forget_others(self, known: set[str]) -> None:
-        for name in (self._idle.keys() | self._answers.keys()) - known:
-            self._idle.pop(name, None)
-            self._answers.pop(name, None)
+        """Forget replicas that the fleet no longer has."""
+        for replica_id in (self._idle.keys() | self._answers.keys()) - known:
+            self._forget(replica_id)
+
+    def _forget(self, replica_id: str) -> None:
+        self._idle.pop(replica_id, None)
+        self._answers.pop(replica_id, None)
 
     async def look(self, replica: Replica) -> bool:
         """Learn one replica's speed, in a thread, if there are enough answers since the last time; return whether."""
         if replica.state.status is not ReplicaStatus.READY or not replica.learns:
-            self._idle.pop(replica.id, None)
-            self._answers.pop(replica.id, None)
+            self._forget(replica.id)
             return False
-        if replica.state.speed is not None and not replica.state.speed.learned:
-            self._idle[replica.id] = replica.state.speed
-        if replica.answers.noted < max(ENOUGH, AGAIN * self._answers.get(replica.id, 0)):
+        speed = replica.state.speed
+        if speed is not None and not speed.learned:
+            self._idle[replica.id] = speed
+        enough_answers = max(ENOUGH, AGAIN * self._answers.get(replica.id, 0))
+        if replica.answers.noted < enough_answers:
             return False
         self._answers[replica.id] = replica.answers.noted
         idle = self._idle.get(replica.id)
-        learned = await asyncio.to_thread(learn, tuple(replica.answers.last), replica.spec.max_num_seqs, idle)
+        answers = tuple(replica.answers.last)
+        learned = await asyncio.to_thread(learn, answers, replica.spec.max_num_seqs, idle)
+        # The engine may have stopped, or have been measured, while the thread was computing.
         if learned is not None and replica.state.status is ReplicaStatus.READY and replica.learns:
             replica.measured(learned)
         return True

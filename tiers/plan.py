@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,18 +24,18 @@ from tiers.sizing.architecture import kv_bytes_per_token
 from tiers.spec import NGRAM, PRECISIONS, STANDARD_TIERS, Placement, Precision, TierName, TierSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 FAST, BALANCED, PRECISE = STANDARD_TIERS
 GIB = 1 << 30
-# Of a GPU's memory, left for the CUDA contexts of three processes and fragmentation.
+# This share of a GPU's memory is left for the CUDA contexts of three processes and fragmentation.
 GPU_RESERVE = 0.06
 # Per engine, besides weights and KV cache: activations of a full prefill batch and captured CUDA graphs.
 GPU_OVERHEAD_GIB = 2.0
-# Per CPU engine, besides weights and KV cache: two processes that share what they have imported, torch most of it. Of three
-# engines with a 135M model (vLLM 0.32), each had 1.0 to 1.3 GiB.
+# Per CPU engine, besides weights and KV cache: two processes that share what they have imported, torch most of it. Three
+# engines with a 135M model (vLLM 0.32) had 1.0 to 1.3 GiB each.
 CPU_OVERHEAD_GIB = 1.3
-USUAL_TOKENS = 512  # of a request, prompt and output
+USUAL_TOKENS = 512  # prompt and output of a usual request
 CPUINFO = Path("/proc/cpuinfo")
 SMALLEST_GROUP = 32  # 4-bit weights that share a scale of 16 bits and a zero point of 4
 # Bytes per weight of a linear layer, without scales and zero points, and with them.
@@ -57,7 +58,7 @@ class Machine:
     """The resources to share. Memory in bytes.
 
     Attributes:
-        instructions: The processor's widest; None: vLLM's CPU build cannot run on it.
+        instructions: The processor's widest instruction set; None: vLLM's CPU build cannot run on it.
     """
 
     cores: tuple[int, ...]
@@ -74,7 +75,7 @@ class Share:
         weights: Size in the engine's memory.
         on_disk: Size in the checkpoint.
         kv_tokens: Tokens that fit into ``kv_cache``.
-        number: Of the engine among those of its tier that are started here.
+        number: The engine's number among those of its tier that are started here.
     """
 
     tier: TierName
@@ -92,7 +93,7 @@ class Plan:
 
     Attributes:
         left_out: Tiers for whose engines there is no memory.
-        lacking: What all of them would need, for people; empty: they are there.
+        lacking: What the engines of all tiers would need, for people; empty: none is left out.
     """
 
     device: str
@@ -108,24 +109,57 @@ class Plan:
 def read_machine() -> Machine:
     """Read this machine's usable cores, free memory, CUDA devices (with ``nvidia-smi``) and instructions."""
     memory = min(psutil.virtual_memory().available, group_room())
-    return Machine(_cores(), memory, tuple(_gpus()), instruction_set(cpu_flags()))
+    return Machine(
+        cores=_cores(),
+        memory_available=memory,
+        gpus=tuple(_gpus()),
+        instructions=instruction_set(cpu_flags()),
+    )
 
 
 def group_room(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """Return the bytes that this process' control group, or one above it, leaves; files in memory give way, as elsewhere."""
+    if not own.exists():
+        return sys.maxsize
     room = sys.maxsize
-    for line in own.read_text("utf-8").splitlines() if own.exists() else []:
+    for line in own.read_text("utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers not in {"", "memory"}:  # of version 2, of version 1
+        if controllers == "":
+            names = _GROUP_V2
+        elif controllers == "memory":
+            names = _GROUP_V1
+        else:
             continue
-        limit, used = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
         group = Path(path.lstrip("/"))
-        for folder in (groups / controllers / each for each in (group, *group.parents)):
+        for ancestor in (group, *group.parents):
             with suppress(OSError, ValueError):  # the topmost has no limit
-                most, now = (int((folder / f"memory.{name}").read_text()) for name in (limit, used))
-                stat = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
-                room = min(room, most - now + int(stat["total_inactive_file" if controllers else "inactive_file"]))
+                room = min(room, _room_of_group(groups / controllers / ancestor, names))
     return max(room, 0)
+
+
+class _GroupFiles(NamedTuple):
+    """How a version of Linux's control groups names what a group uses and may use of memory."""
+
+    limit: str
+    used: str
+    reclaimable: str
+
+
+_GROUP_V1 = _GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_GROUP_V2 = _GroupFiles("memory.max", "memory.current", "inactive_file")
+
+
+def _room_of_group(folder: Path, names: _GroupFiles) -> int:
+    """Return the bytes that one control group leaves.
+
+    Raises:
+        OSError: It has no limit.
+        ValueError: It has no limit in numbers.
+    """
+    limit = int((folder / names.limit).read_text())
+    used = int((folder / names.used).read_text())
+    statistics = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
+    return limit - used + int(statistics[names.reclaimable])
 
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> set[str]:
@@ -141,7 +175,9 @@ def machine_name() -> str:
 
 def _cores() -> tuple[int, ...]:
     """Return the cores that this process may use: all, where the system knows no such limit."""
-    return tuple(sorted(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)))
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
 
 
 def _cpuinfo(name: str, cpuinfo: Path = CPUINFO) -> str:
@@ -150,12 +186,15 @@ def _cpuinfo(name: str, cpuinfo: Path = CPUINFO) -> str:
         lines = cpuinfo.read_text("utf-8").splitlines()
     except OSError:
         return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+    for line in lines:
+        if line.startswith(name):
+            return line.partition(":")[2].strip()
+    return ""
 
 
 def weight_bytes(checkpoint: Path) -> int:
     """Return the size of a checkpoint's weight files, in bytes."""
-    return sum(p.stat().st_size for p in checkpoint.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
 
 
 def held_bytes(checkpoint: Path, instructions: InstructionSet | None) -> int:
@@ -171,18 +210,25 @@ def held_bytes(checkpoint: Path, instructions: InstructionSet | None) -> int:
     except CheckpointError as error:
         raise PlanError(str(error)) from error
     kernel = choose_kernel(checkpoint_precision(checkpoint), instructions)
-    group_size = _group_size(checkpoint) if kernel is Kernel.VLLM_INT4 else SMALLEST_GROUP
-    if kernel is Kernel.QARR_BF16:  # in float32
+    group_size = SMALLEST_GROUP
+    if kernel is Kernel.VLLM_INT4:
+        group_size = _group_size(checkpoint)
+    if kernel is Kernel.QARR_BF16:  # it holds float32
         return 2 * weight_bytes(checkpoint)
-    return weight_bytes(checkpoint) + added_bytes(kernel, quantized, group_size, instructions)
+    return weight_bytes(checkpoint) + added_bytes(kernel, quantized, group_size, instructions=instructions)
 
 
 def _group_size(checkpoint: Path) -> int:
     """Return how many weights of a checkpoint share a scale; the fewest possible if its configuration does not say."""
     quantization = model_config(checkpoint).get("quantization_config")
-    groups = quantization.get("config_groups", {}) if isinstance(quantization, dict) else {}
-    sizes = [(group.get("weights") or {}).get("group_size") for group in groups.values()]
-    return min((size for size in sizes if isinstance(size, int) and size > 0), default=SMALLEST_GROUP)
+    if not isinstance(quantization, dict):
+        return SMALLEST_GROUP
+    sizes = []
+    for group in quantization.get("config_groups", {}).values():
+        size = (group.get("weights") or {}).get("group_size")
+        if isinstance(size, int) and size > 0:
+            sizes.append(size)
+    return min(sizes, default=SMALLEST_GROUP)
 
 
 def expected_bytes(base: Path, precision: Precision, instructions: InstructionSet | None) -> tuple[int, int]:
@@ -191,14 +237,16 @@ def expected_bytes(base: Path, precision: Precision, instructions: InstructionSe
     Embeddings and output head, whose size follows from the vocabulary's, stay in BF16.
     """
     base_bytes = weight_bytes(base)
-    kept = min(_unquantized_bytes(base), base_bytes)
-    weights = (base_bytes - kept) / WEIGHT_BYTES[Precision.BF16]
-    on_disk = kept + int(weights * LINEAR_BYTES[precision])
+    kept_bytes = min(_unquantized_bytes(base), base_bytes)
+    weight_count = (base_bytes - kept_bytes) / WEIGHT_BYTES[Precision.BF16]
+    on_disk = kept_bytes + int(weight_count * LINEAR_BYTES[precision])
     kernel = choose_kernel(precision, instructions)
-    if precision is Precision.BF16:
-        return on_disk, 2 * on_disk if kernel is Kernel.QARR_BF16 else on_disk
-    quantized = int(weights * WEIGHT_BYTES[precision])
-    return on_disk, on_disk + added_bytes(kernel, quantized, SMALLEST_GROUP, instructions)
+    if precision is not Precision.BF16:
+        quantized = int(weight_count * WEIGHT_BYTES[precision])
+        return on_disk, on_disk + added_bytes(kernel, quantized, SMALLEST_GROUP, instructions=instructions)
+    if kernel is Kernel.QARR_BF16:  # it holds float32
+        return on_disk, 2 * on_disk
+    return on_disk, on_disk
 
 
 def _unquantized_bytes(base: Path) -> int:
@@ -208,19 +256,24 @@ def _unquantized_bytes(base: Path) -> int:
     width = config.get("hidden_size")
     if not isinstance(vocabulary, int) or not isinstance(width, int):
         return 0
-    embeddings = 2 * vocabulary * width
-    return embeddings if config.get("tie_word_embeddings") else 2 * embeddings
+    embedding_bytes = 2 * vocabulary * width
+    if config.get("tie_word_embeddings"):
+        return embedding_bytes
+    return 2 * embedding_bytes
 
 
 def model_config(checkpoint: Path) -> dict[str, object]:
     """Read a checkpoint's ``config.json``, or the text part of a multimodal model's."""
     config: dict[str, object] = json.loads((checkpoint / "config.json").read_bytes())
-    text = config.get("text_config")
-    return text if isinstance(text, dict) else config
+    text_config = config.get("text_config")
+    if isinstance(text_config, dict):
+        return text_config
+    return config
 
 
-# What is left out, the first that helps: the base model serves every request, and loss is measured against it. Beside it the
-# tier that differs most from it leaves most to choose, and takes the least memory.
+# The tiers to leave out where memory does not suffice; the first set that helps is taken. The base model comes late,
+# because it serves every request, and loss is measured against it. Beside it the lowest precision stays longest: it differs
+# most from the base model, so it leaves most to choose, and it takes the least memory.
 LEFT_OUT = ((), (BALANCED,), (FAST,), (BALANCED, FAST), (PRECISE,), (BALANCED, PRECISE), (FAST, PRECISE))
 
 
@@ -236,7 +289,7 @@ def make_plan(
 
     Args:
         machine: The resources.
-        tiers: Each with a checkpoint, or with one that will be made from ``base``, and with its number of replicas.
+        tiers: Tiers, each with its number of replicas, and with a checkpoint or one that will be made from ``base``.
         kv_cache_gib: KV cache of each CPU engine, in GiB; None: ``usual_kv_cache_gib``.
         base: BF16 checkpoint.
         optional: Tiers that are left out where memory does not suffice, but for one.
@@ -247,26 +300,42 @@ def make_plan(
     needs = [_need(tier, base, machine.instructions) for tier in tiers]
     if not any(need.tier.replicas for need in needs):
         return Plan("none", ())
-    lacking: list[NoRoomError] = []
-    for out in LEFT_OUT:
-        kept = [need for need in needs if need.tier.name not in out]
-        if kept and len(needs) - len(kept) == len(out) and set(out) <= set(optional):
-            try:
-                plan = _shared(machine, kept, kv_cache_gib)
-            except NoRoomError as error:
-                lacking.append(error)
-            else:
-                return replace(plan, left_out=out, lacking=str(lacking[0]) if out else "")
-    raise lacking[-1]
+    errors: list[NoRoomError] = []
+    for left_out in LEFT_OUT:
+        kept = [need for need in needs if need.tier.name not in left_out]
+        has_all_left_out = len(needs) - len(kept) == len(left_out)
+        if not kept or not has_all_left_out or not set(left_out) <= set(optional):
+            continue
+        try:
+            plan = _share_machine(machine, kept, kv_cache_gib)
+        except NoRoomError as error:
+            errors.append(error)
+        else:
+            lacking = str(errors[0]) if left_out else ""
+            return replace(plan, left_out=left_out, lacking=lacking)
+    raise errors[-1]
 
 
-def _shared(machine: Machine, needs: Sequence[_Need], kv_cache_gib: float | None) -> Plan:
-    each = [need._replace(number=number) for need in needs for number in range(need.tier.replicas)]
-    return _gpu_plan(machine.gpus, each) if machine.gpus else _cpu_plan(machine, each, kv_cache_gib)
+def _share_machine(machine: Machine, needs: Sequence[_Need], kv_cache_gib: float | None) -> Plan:
+    """Share the machine between all engines of some tiers."""
+    engine_needs = []
+    for need in needs:
+        engine_needs += [need._replace(number=number) for number in range(need.tier.replicas)]
+    if machine.gpus:
+        return _gpu_plan(machine.gpus, engine_needs)
+    return _cpu_plan(machine, engine_needs, kv_cache_gib)
 
 
 class _Need(NamedTuple):
-    """What an engine needs, in bytes: weights on disk, weights in a CPU engine's memory, KV cache per token on each GPU."""
+    """What an engine needs, in bytes.
+
+    Attributes:
+        tier: Its tier.
+        on_disk: Weights in the checkpoint.
+        held: Weights in a CPU engine's memory.
+        kv_per_token: KV cache of a token, on each GPU.
+        number: The engine's number among those of its tier.
+    """
 
     tier: TierSpec
     on_disk: int
@@ -277,7 +346,7 @@ class _Need(NamedTuple):
     @property
     def weights_each(self) -> int:
         """Return the weights on each GPU, in bytes."""
-        return -(-self.on_disk // self.tier.world_size)
+        return _divide_up(self.on_disk, self.tier.world_size)
 
     @property
     def largest_batch(self) -> int:
@@ -288,21 +357,32 @@ class _Need(NamedTuple):
 def _need(tier: TierSpec, base: Path | None, instructions: InstructionSet | None) -> _Need:
     """Return what one engine of a tier needs; a draft model adds its weights and a KV cache of its own."""
     if tier.checkpoint is not None:
-        on_disk, held = weight_bytes(tier.checkpoint), held_bytes(tier.checkpoint, instructions)
+        on_disk, held = _checkpoint_bytes(tier.checkpoint, instructions)
         per_token = _kv_per_token(tier, tier.checkpoint)
     else:
         assert base is not None
         on_disk, held = expected_bytes(base, PRECISIONS[tier.name], instructions)
         per_token = _kv_per_token(tier, base)
+    need = _Need(tier, on_disk=on_disk, held=held, kv_per_token=per_token)
     if tier.draft is None or tier.draft.source == NGRAM:
-        return _Need(tier, on_disk, held, per_token)
+        return need
     if tier.draft.checkpoint is not None:
-        draft = tier.draft.checkpoint
-        beside, beside_held = weight_bytes(draft), held_bytes(draft, instructions)
-        return _Need(tier, on_disk + beside, held + beside_held, per_token + _kv_per_token(tier, draft))
-    assert base is not None
-    beside, beside_held = expected_bytes(base, PRECISIONS[TierName(tier.draft.source)], instructions)
-    return _Need(tier, on_disk + beside, held + beside_held, 2 * per_token)
+        draft_on_disk, draft_held = _checkpoint_bytes(tier.draft.checkpoint, instructions)
+        draft_per_token = _kv_per_token(tier, tier.draft.checkpoint)
+    else:
+        assert base is not None
+        draft_on_disk, draft_held = expected_bytes(base, PRECISIONS[TierName(tier.draft.source)], instructions)
+        draft_per_token = per_token
+    return need._replace(
+        on_disk=on_disk + draft_on_disk,
+        held=held + draft_held,
+        kv_per_token=per_token + draft_per_token,
+    )
+
+
+def _checkpoint_bytes(checkpoint: Path, instructions: InstructionSet | None) -> tuple[int, int]:
+    """Return the size, in bytes, of a checkpoint's weights: on disk and in a CPU engine's memory."""
+    return weight_bytes(checkpoint), held_bytes(checkpoint, instructions)
 
 
 def kv_per_token(tier: TierSpec) -> int:
@@ -312,13 +392,20 @@ def kv_per_token(tier: TierSpec) -> int:
         tier: With all that its engines are started from.
     """
     assert tier.checkpoint is not None
-    draft = None if tier.draft is None else tier.draft.checkpoint
-    return _kv_per_token(tier, tier.checkpoint) + (0 if draft is None else _kv_per_token(tier, draft))
+    per_token = _kv_per_token(tier, tier.checkpoint)
+    if tier.draft is not None and tier.draft.checkpoint is not None:
+        per_token += _kv_per_token(tier, tier.draft.checkpoint)
+    return per_token
 
 
 def _kv_per_token(tier: TierSpec, checkpoint: Path) -> int:
-    whole = kv_bytes_per_token(model_config(checkpoint), gpus=tier.tensor_parallel)
-    return -(-whole // tier.pipeline_parallel)
+    all_layers = kv_bytes_per_token(model_config(checkpoint), gpus=tier.tensor_parallel)
+    return _divide_up(all_layers, tier.pipeline_parallel)
+
+
+def _divide_up(dividend: int, divisor: int) -> int:
+    """Divide, and round up."""
+    return -(-dividend // divisor)
 
 
 def _gpu_plan(gpus: Sequence[Gpu], needs: Sequence[_Need]) -> Plan:
@@ -327,59 +414,104 @@ def _gpu_plan(gpus: Sequence[Gpu], needs: Sequence[_Need]) -> Plan:
     An engine on several GPUs gets the same fraction of each, so the smallest of its shares counts.
     """
     places = _places(gpus, needs)
-    shares = [_gpu_share(n, needs, places) for n in range(len(needs))]
-    used = [gpu for gpu in gpus if any(gpu in place for place in places)]
+    shares = [_gpu_share(position, needs, places) for position in range(len(needs))]
+    chosen = set(chain.from_iterable(places))
+    used = [gpu for gpu in gpus if gpu in chosen]
+    indices = ", ".join(str(gpu.index) for gpu in used)
     names = ", ".join(dict.fromkeys(gpu.name for gpu in used))
-    return Plan(f"GPU{'s' * (len(used) > 1)} {', '.join(str(gpu.index) for gpu in used)} ({names})", tuple(shares))
+    return Plan(f"GPU{'s' * (len(used) > 1)} {indices} ({names})", tuple(shares))
 
 
 def _places(gpus: Sequence[Gpu], needs: Sequence[_Need]) -> list[tuple[Gpu, ...]]:
     """Choose each engine's GPUs: those of its tier's setting in turn, else those with most memory left; largest first."""
     left = {gpu.index: gpu.free for gpu in gpus}
     places: list[tuple[Gpu, ...]] = [()] * len(needs)
-    for n, need in sorted(enumerate(needs), key=lambda each: -each[1].on_disk):
-        tier = need.tier
-        if tier.gpus:
-            chosen = [tier.gpus[(need.number * tier.world_size + k) % len(tier.gpus)] for k in range(tier.world_size)]
-        else:
-            chosen = sorted(left, key=lambda index: -left[index])[: tier.world_size]
-        for index in chosen:
-            if index not in left:
-                raise PlanError(f"tiers.{tier.name}.gpus names GPU {index}: there are {', '.join(map(str, left))}")
-        if len(set(chosen)) < tier.world_size:
-            raise PlanError(
-                f"an engine of tier {tier.name} takes {tier.world_size} GPUs, {len(set(chosen))} can be used: lower "
-                f"tiers.{tier.name}.tensor_parallel or pipeline_parallel{', or name more gpus' if tier.gpus else ''}"
-            )
+    largest_first = sorted(range(len(needs)), key=lambda position: -needs[position].on_disk)
+    for position in largest_first:
+        need = needs[position]
+        chosen = _choose_gpus(need, left)
         for index in chosen:
             left[index] -= need.weights_each + int(GPU_OVERHEAD_GIB * GIB)
-        places[n] = tuple(gpu for index in sorted(chosen) for gpu in gpus if gpu.index == index)
+        places[position] = tuple(gpu for gpu in sorted(gpus, key=lambda gpu: gpu.index) if gpu.index in chosen)
     return places
 
 
-def _gpu_share(n: int, needs: Sequence[_Need], places: Sequence[tuple[Gpu, ...]]) -> Share:
-    need, overhead = needs[n], int(GPU_OVERHEAD_GIB * GIB)
-    tier, fractions, caches = need.tier, [], []
-    for gpu in places[n]:
-        beside = [other for other, place in zip(needs, places, strict=True) if gpu in place]
-        weights = sum(other.weights_each for other in beside)
-        left = gpu.free - int(GPU_RESERVE * gpu.total) - weights - overhead * len(beside)
-        kv_cache = left * need.largest_batch // sum(other.largest_batch for other in beside)
-        needed = need.kv_per_token * tier.max_model_len
-        if kv_cache < needed:
-            engines = "1 engine" if len(beside) == 1 else f"{len(beside)} engines"
-            raise NoRoomError(
-                f"GPU {gpu.index} ({gpu.name}) has {gpu.free / GIB:.1f} GiB free. Weights take {weights / GIB:.1f} GiB and "
-                f"{engines} {overhead * len(beside) / GIB:.1f} GiB more, which leaves tier {tier.name} "
-                f"{max(kv_cache, 0) / GIB:.2f} GiB of KV cache; one request of {tier.max_model_len} tokens needs "
-                f"{needed / GIB:.2f} GiB. Take a smaller model, lower tiers.{tier.name}.max_model_len, raise "
-                f"tiers.{tier.name}.tensor_parallel, or run a tier elsewhere with tiers.{tier.name}.urls"
-            )
-        fractions.append((need.weights_each + overhead + kv_cache) / gpu.total)
+def _choose_gpus(need: _Need, left: Mapping[int, int]) -> list[int]:
+    """Choose an engine's GPUs by the memory that is left on each.
+
+    Raises:
+        PlanError: There are not enough, or the setting names one that there is not.
+    """
+    tier = need.tier
+    if tier.gpus:
+        first = need.number * tier.world_size
+        chosen = [tier.gpus[(first + offset) % len(tier.gpus)] for offset in range(tier.world_size)]
+    else:
+        chosen = sorted(left, key=lambda index: -left[index])[: tier.world_size]
+    for index in chosen:
+        if index not in left:
+            raise PlanError(f"tiers.{tier.name}.gpus names GPU {index}: there are {', '.join(map(str, left))}")
+    if len(set(chosen)) < tier.world_size:
+        raise PlanError(
+            f"an engine of tier {tier.name} takes {tier.world_size} GPUs, {len(set(chosen))} can be used: lower "
+            f"tiers.{tier.name}.tensor_parallel or pipeline_parallel{', or name more gpus' if tier.gpus else ''}"
+        )
+    return chosen
+
+
+def _gpu_share(position: int, needs: Sequence[_Need], places: Sequence[tuple[Gpu, ...]]) -> Share:
+    """Return the share of one engine, given the GPUs of all."""
+    need = needs[position]
+    tier = need.tier
+    caches = []
+    fractions = []
+    for gpu in places[position]:
+        engines = [engine for engine, place in zip(needs, places, strict=True) if gpu in place]
+        kv_cache = _kv_cache_on(gpu, need, engines)
         caches.append(kv_cache)
-    placement = Placement(gpus=tuple(gpu.index for gpu in places[n]), gpu_memory_fraction=min(fractions))
-    tokens, world = min(caches) // need.kv_per_token, tier.world_size
-    return Share(tier.name, need.on_disk, need.on_disk, min(caches) * world, tokens, placement, need.number)
+        fractions.append((need.weights_each + int(GPU_OVERHEAD_GIB * GIB) + kv_cache) / gpu.total)
+    smallest_cache = min(caches)
+    return Share(
+        tier=tier.name,
+        weights=need.on_disk,
+        on_disk=need.on_disk,
+        kv_cache=smallest_cache * tier.world_size,
+        kv_tokens=smallest_cache // need.kv_per_token,
+        placement=Placement(
+            gpus=tuple(gpu.index for gpu in places[position]),
+            gpu_memory_fraction=min(fractions),
+        ),
+        number=need.number,
+    )
+
+
+def _kv_cache_on(gpu: Gpu, need: _Need, engines: Sequence[_Need]) -> int:
+    """Return an engine's KV cache on one GPU, in bytes.
+
+    Args:
+        gpu: The GPU.
+        need: What the engine needs.
+        engines: What all engines on that GPU need.
+
+    Raises:
+        NoRoomError: One request would not fit.
+    """
+    tier = need.tier
+    weights = sum(engine.weights_each for engine in engines)
+    overhead = int(GPU_OVERHEAD_GIB * GIB) * len(engines)
+    left = gpu.free - int(GPU_RESERVE * gpu.total) - weights - overhead
+    kv_cache = left * need.largest_batch // sum(engine.largest_batch for engine in engines)
+    needed = need.kv_per_token * tier.max_model_len
+    if kv_cache < needed:
+        count = "1 engine" if len(engines) == 1 else f"{len(engines)} engines"
+        raise NoRoomError(
+            f"GPU {gpu.index} ({gpu.name}) has {gpu.free / GIB:.1f} GiB free. Weights take {weights / GIB:.1f} GiB and "
+            f"{count} {overhead / GIB:.1f} GiB more, which leaves tier {tier.name} "
+            f"{max(kv_cache, 0) / GIB:.2f} GiB of KV cache; one request of {tier.max_model_len} tokens needs "
+            f"{needed / GIB:.2f} GiB. Take a smaller model, lower tiers.{tier.name}.max_model_len, raise "
+            f"tiers.{tier.name}.tensor_parallel, or run a tier elsewhere with tiers.{tier.name}.urls"
+        )
+    return kv_cache
 
 
 def usual_kv_cache_gib(per_token: int, context: int, sequences: int) -> float:
@@ -387,37 +519,58 @@ def usual_kv_cache_gib(per_token: int, context: int, sequences: int) -> float:
 
     It holds two of the longest requests, or as many of ``USUAL_TOKENS`` as are computed together; above 1 GiB, one request.
     """
-    wanted = max(2 * context, USUAL_TOKENS * sequences) * per_token
-    return math.ceil(4 * min(wanted, max(context * per_token, GIB)) / GIB) / 4
+    wanted_bytes = max(2 * context, USUAL_TOKENS * sequences) * per_token
+    most_bytes = max(context * per_token, GIB)
+    return math.ceil(4 * min(wanted_bytes, most_bytes) / GIB) / 4
 
 
 def _cpu_plan(machine: Machine, needs: Sequence[_Need], kv_cache_gib: float | None) -> Plan:
-    need, shares = 0, []
-    for each, cores in zip(needs, _share_cores(machine.cores, len(needs)), strict=True):
-        tier, on_disk, held, per_token, number = each
-        if tier.world_size > 1 or tier.gpus:
-            raise PlanError(
-                f"tier {tier.name} is to have {tier.world_size} GPU{'s' * (tier.world_size > 1)} for each engine, and this "
-                f"machine has none: leave out tiers.{tier.name}.gpus, tensor_parallel and pipeline_parallel, or run the "
-                f"tier elsewhere with tiers.{tier.name}.urls"
-            )
-        kv_gib = kv_cache_gib or usual_kv_cache_gib(per_token, tier.max_model_len, tier.max_num_seqs)
-        kv_cache = int(kv_gib * GIB)
-        if kv_cache < per_token * tier.max_model_len:
-            raise PlanError(
-                f"tier {tier.name} needs {per_token * tier.max_model_len / GIB:.2f} GiB of KV cache for one request of "
-                f"{tier.max_model_len} tokens, engine.cpu_kv_cache_gib is {kv_cache_gib}: raise it"
-            )
-        need += _cpu_need(held, on_disk, kv_cache)
-        placement = Placement(cores=cores, threads=max(len(cores), 1), kv_cache_gib=kv_gib)
-        shares.append(Share(tier.name, held, on_disk, kv_cache, kv_cache // per_token, placement, number))
-    if need > machine.memory_available:
+    needed_bytes = 0
+    shares = []
+    for need, cores in zip(needs, _share_cores(machine.cores, len(needs)), strict=True):
+        share = _cpu_share(need, cores, kv_cache_gib)
+        shares.append(share)
+        needed_bytes += _cpu_need(share.weights, share.on_disk, share.kv_cache)
+    if needed_bytes > machine.memory_available:
         engines = "1 CPU engine needs" if len(needs) == 1 else f"{len(needs)} CPU engines need"
         raise NoRoomError(
-            f"{engines} about {need / GIB:.1f} GiB of memory, {machine.memory_available / GIB:.1f} GiB are available: "
+            f"{engines} about {needed_bytes / GIB:.1f} GiB of memory, "
+            f"{machine.memory_available / GIB:.1f} GiB are available: "
             f"free memory, take a smaller model, or run a tier elsewhere with tiers.<name>.urls"
         )
     return Plan(f"CPU ({len(machine.cores)} cores)", tuple(shares))
+
+
+def _cpu_share(need: _Need, cores: tuple[int, ...], kv_cache_gib: float | None) -> Share:
+    """Return one engine's share of a machine without GPUs.
+
+    Raises:
+        PlanError: The tier is to have GPUs, or too small a KV cache for one request.
+    """
+    tier = need.tier
+    if tier.world_size > 1 or tier.gpus:
+        raise PlanError(
+            f"tier {tier.name} is to have {tier.world_size} GPU{'s' * (tier.world_size > 1)} for each engine, and this "
+            f"machine has none: leave out tiers.{tier.name}.gpus, tensor_parallel and pipeline_parallel, or run the "
+            f"tier elsewhere with tiers.{tier.name}.urls"
+        )
+    kv_gib = kv_cache_gib or usual_kv_cache_gib(need.kv_per_token, tier.max_model_len, tier.max_num_seqs)
+    kv_cache = int(kv_gib * GIB)
+    longest_request = need.kv_per_token * tier.max_model_len
+    if kv_cache < longest_request:
+        raise PlanError(
+            f"tier {tier.name} needs {longest_request / GIB:.2f} GiB of KV cache for one request of "
+            f"{tier.max_model_len} tokens, engine.cpu_kv_cache_gib is {kv_cache_gib}: raise it"
+        )
+    return Share(
+        tier=tier.name,
+        weights=need.held,
+        on_disk=need.on_disk,
+        kv_cache=kv_cache,
+        kv_tokens=kv_cache // need.kv_per_token,
+        placement=Placement(cores=cores, threads=max(len(cores), 1), kv_cache_gib=kv_gib),
+        number=need.number,
+    )
 
 
 def _cpu_need(held: int, on_disk: int, kv_cache: int) -> int:
@@ -430,45 +583,48 @@ def lacking_for_one_more(machine: Machine, tier: TierSpec, placement: Placement)
 
     Args:
         machine: Its present state.
-        tier: With a checkpoint.
-        placement: Of the running engine; the new one gets the same.
+        tier: The tier, with a checkpoint.
+        placement: The running engine's share of the machine; the new one gets the same.
     """
     if not placement.gpus:
         assert tier.checkpoint is not None
-        held, on_disk = held_bytes(tier.checkpoint, machine.instructions), weight_bytes(tier.checkpoint)
-        need, free = _cpu_need(held, on_disk, int(placement.kv_cache_gib * GIB)), machine.memory_available
-        return _lacking(need, free)
+        on_disk, held = _checkpoint_bytes(tier.checkpoint, machine.instructions)
+        needed_bytes = _cpu_need(held, on_disk, int(placement.kv_cache_gib * GIB))
+        return _lacking(needed_bytes, machine.memory_available)
+    gpus = {gpu.index: gpu for gpu in machine.gpus}
     for index in placement.gpus:
-        gpu = next((gpu for gpu in machine.gpus if gpu.index == index), None)
-        if gpu is None:
+        if index not in gpus:
             return f"GPU {index} is not found"
+        gpu = gpus[index]
         lacking = _lacking(int(placement.gpu_memory_fraction * gpu.total), gpu.free)
         if lacking is not None:
             return lacking
     return None
 
 
-def _lacking(need: int, free: int) -> str | None:
-    return None if need <= free else f"one more engine needs {need / GIB:.1f} GiB, {free / GIB:.1f} GiB are free"
+def _lacking(needed_bytes: int, free_bytes: int) -> str | None:
+    if needed_bytes <= free_bytes:
+        return None
+    return f"one more engine needs {needed_bytes / GIB:.1f} GiB, {free_bytes / GIB:.1f} GiB are free"
 
 
 def _share_cores(cores: tuple[int, ...], engines: int) -> list[tuple[int, ...]]:
     """Give each engine cores of its own and leave one for the router; if there are too few, all share all."""
-    each = (len(cores) - 1) // engines
-    if each < 1:
+    cores_each = (len(cores) - 1) // engines
+    if cores_each < 1:
         return [()] * engines
-    return [cores[1 + i * each : 1 + (i + 1) * each] for i in range(engines)]
+    return [cores[first : first + cores_each] for first in range(1, 1 + engines * cores_each, cores_each)]
 
 
 def _gpus() -> list[Gpu]:
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=index,name,memory.total,memory.free", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
-    if done.returncode != 0:
+    answer = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
+    if answer.returncode != 0:
         return []
     gpus = []
-    for line in done.stdout.splitlines():
+    for line in answer.stdout.splitlines():
         index, name, total, free = (part.strip() for part in line.split(","))
-        gpus.append(Gpu(int(index), name, int(total) << 20, int(free) << 20))
+        gpus.append(Gpu(int(index), name, total=int(total) << 20, free=int(free) << 20))
     return gpus

@@ -2,7 +2,7 @@
 
 A prompt is cut into blocks of its text, and each block's hash covers all text before it: two prompts share a prefix exactly
 as far as their hashes are the same. Text stands for tokens: the same text is the same tokens, it needs no tokenizer, and
-hashing it takes less time than making an array of ids. How many tokens a prefix has is told from the counts of the parts.
+hashing it takes less time than making an array of ids. The tokens of a prefix are estimated from the counts of the parts.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 256  # about 64 tokens of English; vLLM's own blocks have 16 (GPU) or 128 (CPU) tokens
 BLOCK_TOKENS = 64
-UNKNOWN_BLOCKS = 1024  # remembered of an engine that does not tell the size of its KV cache: 65,536 tokens
+UNKNOWN_BLOCKS = 1024  # remembered where an engine does not report the size of its KV cache: 65,536 tokens
 MOST_BLOCKS = 16_384  # about 2 MB for each replica, whatever its KV cache holds
-LONGEST_BLOCKS = 4096  # of one prompt: 1 MB of text; what follows counts as not cached
+LONGEST_BLOCKS = 4096  # per prompt: 1 MB of text; what follows counts as not cached
 
 
 class Part(NamedTuple):
     """A part of a prompt, such as a message.
 
     Attributes:
-        text: With whatever sets it apart, such as its role.
-        tokens: As counted; an estimate where there is no tokenizer.
+        text: Its text, with whatever sets it apart, such as its role.
+        tokens: Its tokens; an estimate where there is no tokenizer.
     """
 
     text: str
@@ -42,8 +42,8 @@ class Prefix(Struct, frozen=True):
     """A prompt as prefix caches see it. It holds no text.
 
     Attributes:
-        blocks: The hash of each whole block with all before it; Python's own, which is keyed anew in each process. An array,
-            as the last requests are kept.
+        blocks: The hash of each whole block with all text before it. Python's own hash is keyed anew in each process. They
+            are an array, to save memory: the last requests are kept.
         ends: Bytes and tokens up to the end of each part.
         session: What the prompt's caller names its conversation by; empty: nothing.
     """
@@ -57,35 +57,36 @@ class Prefix(Struct, frozen=True):
         """Return the prefix of a prompt; None: it is shorter than a block.
 
         Args:
-            parts: In the order in which the model reads them.
+            parts: The prompt's parts, in the order in which the model reads them.
             added: Tokens that the chat template adds, taken to be spread over the parts evenly.
             salt: What keeps caches apart besides the text, such as the adapter.
             session: See ``Prefix``.
         """
-        ends, texts, length, counted = [], [], 0, 0.0
-        for part in parts:
-            texts.append(part.text.encode("utf-8", "surrogatepass"))
-            length, counted = length + len(texts[-1]), counted + part.tokens + added / len(parts)
-            ends.append((length, counted))
-        if length < BLOCK_BYTES:
+        texts = [part.text.encode("utf-8", "surrogatepass") for part in parts]
+        ends = []
+        byte_count = 0
+        token_count = 0.0
+        for part, text in zip(parts, texts, strict=True):
+            byte_count += len(text)
+            token_count = token_count + part.tokens + added / len(parts)
+            ends.append((byte_count, token_count))
+        if byte_count < BLOCK_BYTES:
             return None
-        data, last, blocks = b"".join(texts), hash(salt), array("q")
-        for start in range(0, min(length // BLOCK_BYTES, LONGEST_BLOCKS) * BLOCK_BYTES, BLOCK_BYTES):
-            last = hash((last, data[start : start + BLOCK_BYTES]))
-            blocks.append(last)
-        return cls(blocks, tuple(ends), session)
+        return cls(_hash_blocks(b"".join(texts), salt), tuple(ends), session)
 
     def tokens(self, blocks: int) -> int:
-        """Return the tokens of the first blocks."""
-        length = blocks * BLOCK_BYTES
-        place = bisect_left(self.ends, (length, 0.0))
-        (end, counted), (start, before) = self.ends[place], self.ends[place - 1] if place else (0, 0.0)
-        return int(before + (counted - before) * (length - start) / (end - start))
+        """Return the tokens of the first blocks, as if the tokens of a part were spread over its text evenly."""
+        byte_count = blocks * BLOCK_BYTES
+        part = bisect_left(self.ends, (byte_count, 0.0))
+        end, tokens_to_end = self.ends[part]
+        start, tokens_to_start = self.ends[part - 1] if part else (0, 0.0)
+        part_tokens = tokens_to_end - tokens_to_start
+        return int(tokens_to_start + part_tokens * (byte_count - start) / (end - start))
 
     def home(self, replicas: Sequence[str]) -> int:
         """Return the position of the session's own replica; -1: there is no session.
 
-        The same in every process, and of a change in the replicas only those sessions move that have to (rendezvous
+        It is the same in every process. When replicas come or go, only those sessions move that have to (rendezvous
         hashing; Thaler and Ravishankar 1998).
 
         Args:
@@ -94,8 +95,19 @@ class Prefix(Struct, frozen=True):
         if not self.session or not replicas:
             return -1
         key = self.session.encode("utf-8", "surrogatepass")
-        ranks = [blake2b(b"%b\0%b" % (key, name.encode()), digest_size=8).digest() for name in replicas]
+        ranks = [blake2b(b"%b\0%b" % (key, replica.encode()), digest_size=8).digest() for replica in replicas]
         return ranks.index(max(ranks))
+
+
+def _hash_blocks(data: bytes, salt: str) -> array[int]:
+    """Return a hash of each whole block with the salt and all text before it."""
+    block_hashes = array("q")
+    block_hash = hash(salt)
+    block_count = min(len(data) // BLOCK_BYTES, LONGEST_BLOCKS)
+    for start in range(0, block_count * BLOCK_BYTES, BLOCK_BYTES):
+        block_hash = hash((block_hash, data[start : start + BLOCK_BYTES]))
+        block_hashes.append(block_hash)
+    return block_hashes
 
 
 class PrefixMemory:
@@ -115,30 +127,32 @@ class PrefixMemory:
 
     def matching(self, prefix: Prefix) -> int:
         """Return the number of a prompt's first blocks that are remembered."""
-        used, count = self._used, 0
-        for block in prefix.blocks:
-            if block not in used:
-                break
-            count += 1
-        return count
+        for position, block in enumerate(prefix.blocks):
+            if block not in self._used:
+                return position
+        return len(prefix.blocks)
 
     def last_used(self, prefix: Prefix, blocks: int) -> int:
         """Return when the first blocks of a prompt were last used together, for ``forget_until``."""
-        return self._used.get(prefix.blocks[blocks - 1], 0) if blocks else 0
+        if not blocks:
+            return 0
+        return self._used.get(prefix.blocks[blocks - 1], 0)
 
     def note(self, prefix: Prefix, kv_tokens: int) -> None:
         """Note a prompt that is sent.
 
         Args:
-            prefix: Of the prompt.
+            prefix: The prompt as prefix caches see it.
             kv_tokens: Size of the replica's KV cache; 0: unknown.
         """
-        used, most = self._used, min(kv_tokens // BLOCK_TOKENS or UNKNOWN_BLOCKS, MOST_BLOCKS)
-        self._clock = now = self._clock + 1
-        for block in reversed(prefix.blocks[:most]):
+        used = self._used
+        capacity = min(kv_tokens // BLOCK_TOKENS or UNKNOWN_BLOCKS, MOST_BLOCKS)
+        self._clock += 1
+        now = self._clock
+        for block in reversed(prefix.blocks[:capacity]):
             used[block] = now
             used.move_to_end(block)
-        while len(used) > most:
+        while len(used) > capacity:
             used.popitem(last=False)
 
     def forget(self, blocks: Iterable[int]) -> None:
@@ -147,7 +161,7 @@ class PrefixMemory:
             self._used.pop(block, None)
 
     def forget_until(self, used: int) -> None:
-        """Forget what was last used at a time or before: the replica has evicted it, as it has something used then."""
+        """Forget what was last used at a time or before: a replica that has evicted something of then has nothing older."""
         while self._used and next(iter(self._used.values())) <= used:
             self._used.popitem(last=False)
 

@@ -9,6 +9,7 @@ import asyncio
 import math
 import re
 import time
+from collections import defaultdict
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import astuple, dataclass
 from operator import add, sub
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
 
     from tiers.spec import Adapter
 
-# vLLM 0.32; older releases call the last one gpu_cache_usage_perc.
+# The names of vLLM 0.32. Older releases say gpu_cache_usage_perc for kv_cache_usage_perc.
 _GAUGE = re.compile(
     r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|gpu_cache_usage_perc)(?:\{[^}]*\})? (\S+)$",
     re.MULTILINE,
 )
-# Summed over their label sets. The cache's are in tokens.
+# Each counter is summed over its label sets. Those of the prefix cache count tokens.
 _COUNTER = re.compile(
     r"^vllm:(prompt_tokens_total|generation_tokens_total|time_to_first_token_seconds_sum|time_to_first_token_seconds_count"
     r"|prefix_cache_hits_total|prefix_cache_queries_total|spec_decode_num_draft_tokens_total"
@@ -42,19 +43,19 @@ _KV_TOKENS = re.compile(r'^vllm:cache_config_info\{[^}]*kv_cache_size_tokens="(\
 _KV_BLOCK = re.compile(r'^vllm:cache_config_info\{(?:[^}]*,)?block_size="(\d+)"', re.MULTILINE)
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-ANSWER_S = 30.0  # for a whole answer that is not a generation: the client's own timeouts start over with every byte
-LOAD_S = 300.0  # for an adapter to be loaded
-MOST_BYTES = 16 << 20  # of one answer
-SHOWN_CHARS = 500  # of an engine's answer, in an error
+ANSWER_S = 30.0  # bounds a complete answer that is no generation: the client's own timeouts start over with every byte
+LOAD_S = 300.0  # bounds the time in which an adapter is loaded or unloaded
+MOST_BYTES = 16 << 20  # longer answers are refused
+SHOWN_CHARS = 500  # so much of an engine's answer is shown in an error
 
 
 class ServedModel(NamedTuple):
     """What an engine serves.
 
     Attributes:
-        name: For requests.
+        name: Its name in requests.
         max_model_len: Its context, in tokens.
-        root: Folder of the checkpoint on the engine's machine, or its id on the Hugging Face hub; None: not told.
+        root: Folder of the checkpoint on the engine's machine, or its id on the Hugging Face hub; None: not reported.
         adapters: Names of its LoRA adapters.
     """
 
@@ -81,7 +82,7 @@ class Counters:
     """What an engine has counted since its start; 0: not counted.
 
     Attributes:
-        prompt_tokens: Of answered prompts.
+        prompt_tokens: Tokens of answered prompts.
         output_tokens: Generated tokens.
         ttft_s: Sum of the times to a first token, in seconds.
         first_tokens: Number of those times.
@@ -123,7 +124,7 @@ class _Card(_Answer):
 
 class _Adapter(_Answer):
     id: str
-    parent: str | None = None  # of an adapter: the model
+    parent: str | None = None  # the model that an adapter belongs to
 
 
 class _Tokens(_Answer):
@@ -134,12 +135,13 @@ class _Choices(_Answer):
     choices: tuple[dict[str, Any], ...]
 
 
-class _Place(_Answer):
+class _TokenScore(_Answer):
     logprob: float
 
 
 class _ScoredPrompt(_Answer):
-    prompt_logprobs: tuple[dict[str, _Place] | None, ...]
+    # One entry a token, with the scores of that token and of likelier ones by their ids; the first token has none.
+    prompt_logprobs: tuple[dict[str, _TokenScore] | None, ...]
 
 
 class _TokenLogprobs(_Answer):
@@ -159,6 +161,12 @@ class _Choice(_Answer):
     delta: _Delta | None = None
     text: str | None = None
 
+    @property
+    def piece(self) -> str:
+        """Return its text, which chats have in a delta."""
+        text = self.delta.content if self.delta is not None else self.text
+        return text or ""
+
 
 class _Usage(_Answer):
     prompt_tokens: Annotated[int, Field(ge=0)]
@@ -172,7 +180,49 @@ class _Chunk(_Answer):
 
     @property
     def text(self) -> str:
-        return "".join((choice.delta.content if choice.delta else choice.text) or "" for choice in self.choices)
+        return "".join(choice.piece for choice in self.choices)
+
+
+class _ReceivedStream:
+    """The chunks of a stream so far, and when their text arrived. The time begins when it is made."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._texts: list[str] = []
+        self._usage = _Usage(prompt_tokens=0, completion_tokens=0)
+        self._fingerprint: str | None = None
+        self._first_text_at: float | None = None
+        self._last_text_at = 0.0
+
+    def add(self, chunk: _Chunk) -> None:
+        """Take the next chunk."""
+        self._usage = chunk.usage or self._usage
+        self._fingerprint = chunk.system_fingerprint or self._fingerprint
+        text = chunk.text
+        if text:
+            self._last_text_at = time.monotonic()
+            if self._first_text_at is None:
+                self._first_text_at = self._last_text_at
+            self._texts.append(text)
+
+    def generation(self) -> Generation:
+        """Return the complete answer. Without any text its first token counts as arriving now."""
+        if self._first_text_at is None:
+            first_text_at = time.monotonic()
+            streamed_ms = 0.0
+        else:
+            first_text_at = self._first_text_at
+            streamed_ms = (self._last_text_at - self._first_text_at) * 1000
+        tokens = self._usage.completion_tokens
+        tpot_ms = streamed_ms / (tokens - 1) if tokens > 1 else None
+        return Generation(
+            text="".join(self._texts),
+            prompt_tokens=self._usage.prompt_tokens,
+            completion_tokens=tokens,
+            ttft_ms=(first_text_at - self._started) * 1000,
+            tpot_ms=tpot_ms,
+            fingerprint=self._fingerprint,
+        )
 
 
 _Read = TypeVar("_Read", bound=_Answer)
@@ -212,33 +262,39 @@ class EngineProbe:
         """
         path = "/metrics"
         page = (await self._content("GET", path)).decode(errors="replace")
-        found = {name: self._number(name, value) for name, value in _GAUGE.findall(page)}
-        usage = found.get("kv_cache_usage_perc", found.get("gpu_cache_usage_perc"))
-        if usage is None or "num_requests_running" not in found:
+        gauges = {name: self._number(name, text) for name, text in _GAUGE.findall(page)}
+        usage = gauges.get("kv_cache_usage_perc", gauges.get("gpu_cache_usage_perc"))
+        if usage is None or "num_requests_running" not in gauges:
             raise ProbeError(f"{self.url}{path} has no vLLM gauges")
-        counted: dict[str, float] = {}
-        for name, value in _COUNTER.findall(page):
-            counted[name] = counted.get(name, 0.0) + self._number(name, value)
-        size, block = _KV_TOKENS.search(page), _KV_BLOCK.search(page)
-        gauges = Gauges(
-            running=int(found["num_requests_running"]),
-            waiting=int(found.get("num_requests_waiting", 0)),
-            kv_cache_usage=usage,
-            kv_cache_tokens=int(size[1]) if size else None,
-            drafted=int(counted.get("spec_decode_num_draft_tokens_total", 0)),
-            accepted=int(counted.get("spec_decode_num_accepted_tokens_total", 0)),
-            kv_block_tokens=int(block[1]) or None if block else None,
-            cache_queries=int(counted.get("prefix_cache_queries_total", 0)),
-            cache_hits=int(counted.get("prefix_cache_hits_total", 0)),
+        counters = self._sum_counters(page)
+        return (
+            Gauges(
+                running=int(gauges["num_requests_running"]),
+                waiting=int(gauges.get("num_requests_waiting", 0)),
+                kv_cache_usage=usage,
+                kv_cache_tokens=_first_int(_KV_TOKENS, page),
+                drafted=int(counters["spec_decode_num_draft_tokens_total"]),
+                accepted=int(counters["spec_decode_num_accepted_tokens_total"]),
+                kv_block_tokens=_first_int(_KV_BLOCK, page) or None,
+                cache_queries=int(counters["prefix_cache_queries_total"]),
+                cache_hits=int(counters["prefix_cache_hits_total"]),
+            ),
+            Counters(
+                prompt_tokens=counters["prompt_tokens_total"],
+                output_tokens=counters["generation_tokens_total"],
+                ttft_s=counters["time_to_first_token_seconds_sum"],
+                first_tokens=counters["time_to_first_token_seconds_count"],
+                cache_hits=counters["prefix_cache_hits_total"],
+                cache_queries=counters["prefix_cache_queries_total"],
+            ),
         )
-        return gauges, Counters(
-            prompt_tokens=counted.get("prompt_tokens_total", 0.0),
-            output_tokens=counted.get("generation_tokens_total", 0.0),
-            ttft_s=counted.get("time_to_first_token_seconds_sum", 0.0),
-            first_tokens=counted.get("time_to_first_token_seconds_count", 0.0),
-            cache_hits=counted.get("prefix_cache_hits_total", 0.0),
-            cache_queries=counted.get("prefix_cache_queries_total", 0.0),
-        )
+
+    def _sum_counters(self, page: str) -> Mapping[str, float]:
+        """Return each counter of a page of metrics, summed over its label sets; 0 where the page has none."""
+        counters: defaultdict[str, float] = defaultdict(float)
+        for name, text in _COUNTER.findall(page):
+            counters[name] += self._number(name, text)
+        return counters
 
     async def model(self) -> ServedModel:
         """Return what the engine says about the model that it serves.
@@ -249,9 +305,14 @@ class EngineProbe:
         path = "/v1/models"
         listed = self._checked(_Models, path, await self._json("GET", path, None))
         card = self._checked(_Card, path, listed.data[0])
-        others = [self._checked(_Adapter, path, other) for other in listed.data[1:]]
-        adapters = tuple(sorted({other.id for other in others if other.parent == card.id}))
-        return ServedModel(card.id, card.max_model_len, card.root, adapters)
+        more_cards = [self._checked(_Adapter, path, entry) for entry in listed.data[1:]]
+        adapters = {more.id for more in more_cards if more.parent == card.id}
+        return ServedModel(
+            name=card.id,
+            max_model_len=card.max_model_len,
+            root=card.root,
+            adapters=tuple(sorted(adapters)),
+        )
 
     async def load_adapter(self, adapter: Adapter) -> None:
         """Have the engine load an adapter while it runs.
@@ -260,7 +321,7 @@ class EngineProbe:
             ProbeError: It does not answer, or refuses.
         """
         body = {"lora_name": adapter.name, "lora_path": adapter.path}
-        await self._content("POST", "/v1/load_lora_adapter", body, LOAD_S)
+        await self._content("POST", "/v1/load_lora_adapter", body, timeout_s=LOAD_S)
 
     async def unload_adapter(self, name: str) -> None:
         """Have the engine forget an adapter.
@@ -268,7 +329,7 @@ class EngineProbe:
         Raises:
             ProbeError: It does not answer, or refuses.
         """
-        await self._content("POST", "/v1/unload_lora_adapter", {"lora_name": name}, LOAD_S)
+        await self._content("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=LOAD_S)
 
     async def chat_tokens(self, model: str, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the ids of messages rendered through the engine's chat template.
@@ -299,10 +360,12 @@ class EngineProbe:
             "temperature": 0,
             "prompt_logprobs": 0,
         }
-        choice = self._only_choice(_ScoredPrompt, await self._json("POST", COMPLETIONS, body, timeout_s))
-        places = choice.prompt_logprobs[1:]  # the first token follows nothing, and has none
+        answer = await self._json("POST", COMPLETIONS, body, timeout_s=timeout_s)
+        choice = self._only_choice(_ScoredPrompt, answer)
+        scores = choice.prompt_logprobs[1:]  # the first token follows nothing, and has no score
         try:
-            return tuple(place[str(token)].logprob for place, token in zip(places, token_ids[1:], strict=True) if place)
+            scored_tokens = zip(scores, token_ids[1:], strict=True)
+            return tuple(score[str(token)].logprob for score, token in scored_tokens if score)
         except (KeyError, ValueError) as error:
             raise ProbeError(f"{self.url}{COMPLETIONS} scores other tokens than those of the prompt") from error
 
@@ -323,7 +386,8 @@ class EngineProbe:
             "return_token_ids": True,
             "logprobs": 0,
         }
-        choice = self._only_choice(_ScoredCompletion, await self._json("POST", COMPLETIONS, body, timeout_s))
+        answer = await self._json("POST", COMPLETIONS, body, timeout_s=timeout_s)
+        choice = self._only_choice(_ScoredCompletion, answer)
         if len(choice.token_ids) != len(choice.logprobs.token_logprobs):
             raise ProbeError(f"{self.url}{COMPLETIONS} gives other numbers of tokens and of log-probabilities")
         return choice.token_ids, choice.logprobs.token_logprobs
@@ -350,7 +414,7 @@ class EngineProbe:
         messages = [{"role": "user", "content": "1"}]
         body = {"model": model, "messages": messages, "max_tokens": 1, "thinking_token_budget": 1}
         try:
-            await self._json("POST", CHAT, body, timeout_s)
+            await self._json("POST", CHAT, body, timeout_s=timeout_s)
         except ProbeError:
             return False
         return True
@@ -366,11 +430,7 @@ class EngineProbe:
             return await self._stream(path, request)
 
     async def _stream(self, path: str, body: Mapping[str, Any]) -> Generation:
-        parts: list[str] = []
-        usage = _Usage(prompt_tokens=0, completion_tokens=0)
-        fingerprint: str | None = None
-        started = time.monotonic()
-        first = last = 0.0
+        received = _ReceivedStream()
         async with self.client.stream(
             "POST", f"{self.url}{path}", json=body, headers=self._headers(), timeout=None
         ) as response:
@@ -378,42 +438,38 @@ class EngineProbe:
                 raise self._refusal(path, response.status_code, await self._read(path, response))
             async with aclosing(self._events(path, response)) as events:
                 async for data in events:
-                    chunk = self._checked(_Chunk, path, self._parsed(path, data))
-                    usage = chunk.usage or usage
-                    fingerprint = chunk.system_fingerprint or fingerprint
-                    if chunk.text:
-                        last = time.monotonic()
-                        first = first or last
-                        parts.append(chunk.text)
-        ttft_ms = ((first or time.monotonic()) - started) * 1000
-        tokens = usage.completion_tokens
-        tpot_ms = (last - first) * 1000 / (tokens - 1) if tokens > 1 else None
-        return Generation("".join(parts), usage.prompt_tokens, tokens, ttft_ms, tpot_ms, fingerprint)
+                    received.add(self._checked(_Chunk, path, self._parsed(path, data)))
+        return received.generation()
 
     async def _events(self, path: str, response: httpx.Response) -> AsyncGenerator[bytes, None]:
         """Yield the data of a stream's events up to ``[DONE]``, and read to its end."""
-        rest, size, done = b"", 0, False
+        unfinished_line = b""
+        size = 0
+        is_done = False
         async for piece in response.aiter_bytes():
             size += len(piece)
             if size > MOST_BYTES:
                 raise ProbeError(f"{self.url}{path} answers more than {MOST_BYTES} bytes")
-            *lines, rest = (rest + piece).split(b"\n")
+            *lines, unfinished_line = (unfinished_line + piece).split(b"\n")
             for line in lines:
                 name, _, data = line.partition(b":")
-                done = done or (name == b"data" and data.strip() == b"[DONE]")
-                if name == b"data" and not done:
+                if name != b"data":
+                    continue
+                is_done = is_done or data.strip() == b"[DONE]"
+                if not is_done:
                     yield data.strip()
-        if not done:
+        if not is_done:
             raise ProbeError(f"{self.url}{path}: the stream ends without [DONE]")
 
     async def _tokenized(self, body: Mapping[str, Any]) -> list[int]:
         path = "/tokenize"
-        return list(self._checked(_Tokens, path, await self._json("POST", path, body)).tokens)
+        answer = await self._json("POST", path, body)
+        return list(self._checked(_Tokens, path, answer).tokens)
 
     async def _json(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None = None
     ) -> object:
-        return self._parsed(path, await self._content(method, path, body, timeout_s))
+        return self._parsed(path, await self._content(method, path, body, timeout_s=timeout_s))
 
     async def _content(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
@@ -423,15 +479,19 @@ class EngineProbe:
         Raises:
             ProbeError: There is none in time, it is too long, or it has another status.
         """
-        timeout = self.client.timeout if timeout_s is None else timeout_s
+        timeout: httpx.Timeout | float = self.client.timeout
+        limit_s = ANSWER_S
+        if timeout_s is not None:
+            timeout = timeout_s
+            limit_s = timeout_s
         async with (
-            self._errors(path, ANSWER_S if timeout_s is None else timeout_s),
+            self._errors(path, limit_s),
             self.client.stream(
                 method, f"{self.url}{path}", json=body, headers=self._headers(), timeout=timeout
             ) as response,
         ):
             content = await self._read(path, response)
-        response.stream = httpx.ByteStream(b"")  # else a cycle of answer and stream, which only the collector frees
+        response.stream = httpx.ByteStream(b"")  # break the reference cycle between the answer and its stream
         if response.status_code != httpx.codes.OK:
             raise self._refusal(path, response.status_code, content)
         return content
@@ -467,15 +527,16 @@ class EngineProbe:
 
     def _checked(self, kind: type[_Read], path: str, answer: object) -> _Read:
         """Validate an answer, which may also report an error."""
-        if isinstance(answer, dict) and (error := answer.get("error")):
-            said = error.get("message") if isinstance(error, dict) else error
-            raise ProbeError(f"{self.url}{path} answers with an error: {str(said)[:SHOWN_CHARS]}")
+        reported_error = answer.get("error") if isinstance(answer, dict) else None
+        if reported_error:
+            message = reported_error.get("message") if isinstance(reported_error, dict) else reported_error
+            raise ProbeError(f"{self.url}{path} answers with an error: {str(message)[:SHOWN_CHARS]}")
         try:
             return kind.model_validate(answer)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the answer"
-            raise ProbeError(f"{self.url}{path} does not answer as vLLM does: {where}: {first['msg']}") from None
+            first_fault = error.errors(include_url=False, include_input=False)[0]
+            field = ".".join(map(str, first_fault["loc"])) or "the answer"
+            raise ProbeError(f"{self.url}{path} does not answer as vLLM does: {field}: {first_fault['msg']}") from None
 
     def _number(self, name: str, text: str) -> float:
         try:
@@ -487,4 +548,14 @@ class EngineProbe:
         return value
 
     def _headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        if not self.api_key:
+            return {}
+        return {"authorization": f"Bearer {self.api_key}"}
+
+
+def _first_int(pattern: re.Pattern[str], page: str) -> int | None:
+    """Return the number that a pattern finds first on a page of metrics; None: it finds none."""
+    match = pattern.search(page)
+    if match is None:
+        return None
+    return int(match[1])

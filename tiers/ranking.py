@@ -15,9 +15,9 @@ _BITS = re.compile(r"(?:int|fp|bf|nf)(\d+)")
 
 
 def bits_of(precision: str) -> int | None:
-    """Return the bits of a weight in a number format as ``TierSpec.precision`` names it; of several, the fewest.
+    """Return the bits of a weight in a number format as ``TierSpec.precision`` names it; None: the name has none.
 
-    None: the name tells none.
+    A name may have several numbers of bits; the lowest counts.
     """
     return min(map(int, _BITS.findall(precision)), default=None)
 
@@ -30,13 +30,21 @@ def rising(specs: Iterable[TierSpec], losses: Mapping[TierName, float]) -> tuple
         losses: Mean loss of the measured tiers, 0..1. They count only if every tier that has engines is measured.
     """
     specs = tuple(specs)
-    lower = [spec for spec in specs if spec.name is not TierName.PRECISE]
-    measured = all(spec.name in losses for spec in lower if not spec.absent)
+    has_losses = all(spec.name in losses for spec in specs if spec.name is not TierName.PRECISE and not spec.absent)
 
     def order(spec: TierSpec) -> tuple[bool, float, float, bool]:
-        made = PRECISIONS.get(spec.name)
-        bits = bits_of(spec.precision) or (bits_of(made) if made else None) or math.inf
-        loss = -losses.get(spec.name, 1.0) if measured else 0.0
-        return spec.name is TierName.PRECISE, loss, bits, made is None
+        is_precise = spec.name is TierName.PRECISE
+        negated_loss = -losses.get(spec.name, 1.0) if has_losses else 0.0
+        is_custom = spec.name not in PRECISIONS
+        return is_precise, negated_loss, _bits_of_tier(spec), is_custom
 
     return tuple(sorted(specs, key=order))
+
+
+def _bits_of_tier(spec: TierSpec) -> float:
+    """Return the bits of a weight of a tier, by the precision that it shows, else by its name; infinity: not known."""
+    bits = bits_of(spec.precision)
+    usual_precision = PRECISIONS.get(spec.name)
+    if not bits and usual_precision:
+        bits = bits_of(usual_precision)
+    return bits or math.inf

@@ -9,25 +9,26 @@ from dataclasses import InitVar, dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from tiers.breaker import Breaker, BreakerOptions
 from tiers.limit import ConcurrencyLimit
 from tiers.prefix_memory import PrefixMemory
-from tiers.snapshot import NO_PAUSE, FleetLoad, Gauges, Pause, ReplicaState, Trends, load_of
+from tiers.snapshot import NO_PAUSE, FleetLoad, Gauges, KvCache, Pause, ReplicaState, Trends, load_of
 from tiers.spec import ReplicaStatus, TierSpec
 from tiers.speed import BUSY_MEMORY_S, PREFILL_MEMORY_MS, AnswerSample, Load, SpeedModel, Trend
 
 if TYPE_CHECKING:
     from tiers.prefix_memory import Prefix
 
-SHORTEST_HOLD_S = 1e-3  # of a slot
-UNKNOWN_RELIEF_S = 1.0  # until a slot of a replica of unknown speed is free
+SHORTEST_HOLD_S = 1e-3  # a slot counts as held for at least this long
+UNKNOWN_RELIEF_S = 1.0  # assumed time until a slot becomes free, where a replica's speed is not known
 FOREIGN_POLLS = 8  # consecutive readings (4 s) that must show other clients' requests, because gauges lag by seconds
-KV_BLOCK_TOKENS = 16  # of an engine that does not tell: vLLM's default on GPUs
-KEPT_ANSWERS = 256  # of each replica, to learn its speed from
-HALF_LIFE_S = 60.0  # of observed holds
-LEAST_MEMORY = 5.0  # ends in their mean; more on a replica with more slots, about one for each slot
+KV_BLOCK_TOKENS = 16  # vLLM's default on GPUs, assumed where an engine does not report it
+KEPT_ANSWERS = 256  # per replica, to learn its speed from
+HALF_LIFE_S = 60.0  # observed holds lose half of their weight in this time
+LEAST_MEMORY = 5.0  # ended holds in the mean; more on a replica with more slots, about one for each slot
 
 
 class PeerLoad(NamedTuple):
@@ -56,14 +57,14 @@ class Share(NamedTuple):
         return self.slots if now < self.until else 0
 
 
-class SentPrompt(NamedTuple):
+class SentPrompt(Struct, frozen=True):
     """A prompt that was sent to a replica.
 
     Attributes:
-        prefix: Of the prompt.
-        cached: Tokens that the replica was likely to hold of it.
-        blocks: The same in blocks of the router's memory.
-        used: When those were last used, by that memory's clock.
+        prefix: The prompt as prefix caches see it.
+        cached: Tokens of it that the replica was likely to hold.
+        blocks: Its first blocks that the router remembered to have sent there.
+        used: When those blocks were last used, by the clock of that memory.
     """
 
     prefix: Prefix
@@ -76,17 +77,22 @@ class SentPrompt(NamedTuple):
         """Note that a prompt is sent to a replica."""
         memory = replica.prefixes
         blocks = memory.matching(prefix)
-        sent = cls(prefix, replica.cached_tokens(prefix), blocks, memory.last_used(prefix, blocks))
+        sent = cls(
+            prefix=prefix,
+            cached=replica.cached_tokens(prefix),
+            blocks=blocks,
+            used=memory.last_used(prefix, blocks),
+        )
         memory.note(prefix, replica.state.kv.size)
         return sent
 
     def correct(self, memory: PrefixMemory, cached: int) -> None:
-        """Correct a replica's memory by the tokens that the engine found, if those are less than half as many."""
+        """Correct a replica's memory where the engine found less than half of the tokens that were expected."""
         if 2 * cached < self.cached:
             memory.forget_until(self.used)
 
     def take_back(self, memory: PrefixMemory) -> None:
-        """Forget a prompt that the replica has not computed, as far as it did not hold it before."""
+        """Forget the blocks of a prompt that the replica did not compute; what it held before stays."""
         memory.forget(self.prefix.blocks[self.blocks :])
 
 
@@ -121,8 +127,8 @@ class Turnover:
     fade, and the speed model's prediction takes their place.
 
     Attributes:
-        held_s: Slots times seconds.
-        freed: Slots.
+        held_s: Slots times the seconds for which they were held.
+        freed: Slots that were freed.
         at: Time of the last change.
     """
 
@@ -133,13 +139,15 @@ class Turnover:
     def note(self, now: float, held: int, freed: int = 0) -> None:
         """Note the slots held since the last call, and how many of them are freed now."""
         past_s = max(now - self.at, 0.0)
-        left = 0.5 ** (past_s / HALF_LIFE_S)
-        held_s, ended = self.held_s * left + held * past_s, self.freed * left
+        remaining_share = 0.5 ** (past_s / HALF_LIFE_S)
+        self.held_s = self.held_s * remaining_share + held * past_s
+        self.freed *= remaining_share
+        self.at = now
         if freed:
             memory = max(LEAST_MEMORY, held)
-            kept = (1 - 1 / memory) ** freed
-            held_s, ended = held_s * kept, ended * kept + (1 - kept) * memory
-        self.held_s, self.freed, self.at = held_s, ended, now
+            kept_share = (1 - 1 / memory) ** freed
+            self.held_s *= kept_share
+            self.freed = self.freed * kept_share + (1 - kept_share) * memory
 
     def hold_s(self, now: float, held: int, predicted_s: float) -> float:
         """Return for how long a slot is expected to be held.
@@ -149,10 +157,10 @@ class Turnover:
             held: Slots held now.
             predicted_s: The result without observations; it counts less the more there are.
         """
-        seen = copy(self)
-        seen.note(now, held)
-        weight = 1 / (1 + seen.freed)
-        return (seen.held_s + weight * predicted_s) / (seen.freed + weight)
+        observed = copy(self)
+        observed.note(now, held)
+        prediction_weight = 1 / (1 + observed.freed)
+        return (observed.held_s + prediction_weight * predicted_s) / (observed.freed + prediction_weight)
 
 
 @dataclass(slots=True)
@@ -161,10 +169,11 @@ class OtherClients:
 
     Attributes:
         share: This router's share of the slots; None: the replica is not shared with other routers.
-        peers: What other routers have on it, until a monotonic time.
-        counted: What of that is in the replica's state.
+        peers: What other routers have on it.
+        peers_until: Monotonic time up to which their report is valid.
+        counted: The part of their load that is included in the replica's state.
         foreign: Sequences of clients that only the gauges show.
-        surplus: Of the last gauges over the known requests.
+        surplus: By how many sequences the last gauges exceeded the requests that routers knew of.
     """
 
     share: Share | None = None
@@ -174,16 +183,29 @@ class OtherClients:
     foreign: int = 0
     surplus: deque[int] = field(default_factory=lambda: deque(maxlen=FOREIGN_POLLS))
 
+    def peers_at(self, now: float) -> PeerLoad:
+        """Return other routers' load, as far as their report is still valid."""
+        return self.peers if now < self.peers_until else NO_PEERS
+
+    def next_expiry(self, now: float) -> float:
+        """Return the monotonic time at which the share or the report ends, whichever is first; infinity: neither does."""
+        expires_at = math.inf
+        if self.share is not None and now < self.share.until:
+            expires_at = self.share.until
+        if now < self.peers_until:
+            expires_at = min(expires_at, self.peers_until)
+        return expires_at
+
 
 @dataclass(slots=True)
 class Work:
-    """What a replica has done, and since when it has not.
+    """What a replica has done so far, and for how long it has made no progress.
 
     Attributes:
-        generated: Output tokens so far.
-        prompt_tokens: That were sent to it.
-        sequence_s: Sequences, integrated over time, at ``summed_at``.
-        silence_s: With requests but without progress, at ``silent_from``.
+        generated: Output tokens.
+        prompt_tokens: Prompt tokens that were sent to it.
+        sequence_s: Sequences, integrated over time up to ``summed_at``.
+        silence_s: Seconds with requests but without progress, up to ``silent_from``.
         generated_at: When the engine's own count of generated tokens was last seen to rise; None: it counts none.
     """
 
@@ -194,6 +216,20 @@ class Work:
     silence_s: float = 0.0
     silent_from: float = 0.0
     generated_at: float | None = None
+
+
+class WorkMark(Struct, frozen=True):
+    """How much work a replica had done at one time.
+
+    Attributes:
+        at: Monotonic time.
+        sequence_s: Sequences, integrated over time.
+        prompt_tokens: Prompt tokens that were sent to it.
+    """
+
+    at: float
+    sequence_s: float
+    prompt_tokens: int
 
 
 @dataclass(slots=True)
@@ -209,33 +245,34 @@ class Totals:
     """Sums over a fleet's replicas.
 
     Attributes:
-        busy: Those that have requests.
-        contended: Those that are slowed by others.
-        until: Monotonic time up to which no replica's state expires.
+        busy: Replicas that have requests.
+        contended: Replicas that are slowed by others.
+        state_expires_at: Monotonic time at which the first state of a replica expires; it may be too early.
     """
 
     busy: int = 0
     contended: int = 0
-    until: float = math.inf
+    state_expires_at: float = math.inf
     _busy_lately: float = 0.0  # mean of ``busy``, exponentially weighted, at ``_busy_at``
     _busy_at: float = 0.0
 
     def count(self, replica: Replica, sign: int) -> None:
         """Count a replica that is added, or one that is removed (-1)."""
         self.contended += sign * replica.state.slowed
-        self.until = min(self.until, replica.expires_at)
+        self.state_expires_at = min(self.state_expires_at, replica.state_expires_at)
         if replica.state.load.sequences:
             self.note_busy(sign, monotonic())
 
     def note_busy(self, change: int, now: float) -> None:
         """Note that a replica has its first request (1) or has had its last (-1)."""
-        faded = math.exp((self._busy_at - now) / BUSY_MEMORY_S)
-        self._busy_lately, self._busy_at = self.busy + (self._busy_lately - self.busy) * faded, now
+        self._busy_lately = self.busy_lately(now)
+        self._busy_at = now
         self.busy += change
 
     def busy_lately(self, now: float) -> float:
         """Return the mean number of replicas that have had requests, in about the last ``BUSY_MEMORY_S``."""
-        return self.busy + (self._busy_lately - self.busy) * math.exp((self._busy_at - now) / BUSY_MEMORY_S)
+        remaining_share = math.exp((self._busy_at - now) / BUSY_MEMORY_S)
+        return self.busy + (self._busy_lately - self.busy) * remaining_share
 
 
 @dataclass(slots=True, eq=False)
@@ -243,16 +280,17 @@ class Replica:
     """One replica, over all restarts of its engine.
 
     Attributes:
-        status: At first.
+        status: The status to begin with.
         fingerprint: The engine's own, from its answers.
         takes_priority: The engine schedules by priority; others refuse requests that have one.
         takes_thinking: The engine takes a bound on tokens of reasoning; others refuse it.
         source: Who names it; None: it was started here.
-        output_tokens: Of the router's requests, to come. They change with every token, so they are not in ``state``.
-        state: What is known of it; replaced when something changes, by ``refresh`` where time changes it.
-        expires_at: Monotonic time at which a share, a report of other routers or a pause in ``state`` ends.
+        output_tokens: Output of the router's requests that is still to come. It changes with every token, so it is not in
+            ``state``.
+        state: What is known of it; replaced when something changes, by ``Fleet.refresh`` where time changes it.
+        state_expires_at: Monotonic time at which a share, a report of other routers or a pause in ``state`` ends.
         prefixes: The prompts that this process has sent to it since its start.
-        totals: Of the fleet.
+        totals: Sums over the fleet that it belongs to.
     """
 
     id: str
@@ -268,7 +306,7 @@ class Replica:
     options: FleetOptions = field(default_factory=FleetOptions)
     output_tokens: int = 0
     state: ReplicaState = field(init=False)
-    expires_at: float = math.inf
+    state_expires_at: float = math.inf
     others: OtherClients = field(default_factory=OtherClients)
     work: Work = field(default_factory=Work)
     breaker: Breaker = field(init=False)
@@ -279,7 +317,7 @@ class Replica:
     totals: Totals = field(default_factory=Totals)
 
     def __post_init__(self, status: ReplicaStatus) -> None:
-        self.state = ReplicaState(self.id, self.url, self.spec.precision, status)
+        self.state = ReplicaState(id=self.id, url=self.url, precision=self.spec.precision, status=status)
         self.adopt(self.options)
 
     def adopt(self, options: FleetOptions) -> None:
@@ -296,40 +334,70 @@ class Replica:
 
     def update(self, **facts: Any) -> None:
         """Replace the state: with new facts, and with what follows from the rest of the replica and from the time."""
-        now, before, others, breaker, totals = monotonic(), self.state, self.others, self.breaker, self.totals
-        self.state = state = replace(before, **facts)
-        share, peers, limit, pause, self.expires_at = others.share, NO_PEERS, self.whole_limit, NO_PAUSE, math.inf
-        if share is not None:
-            limit = min(limit, max(share.holds(now), 1))
-            if now < share.until:
-                self.expires_at = share.until
-        if now < others.peers_until:
-            peers, self.expires_at = others.peers, min(self.expires_at, others.peers_until)
-        if breaker.open_until is not None:
-            pause = Pause(breaker.state(now), breaker.admits(now), breaker.admits_in_s(now))
-            self.expires_at = now
-        sequences = state.slots + peers.slots + others.foreign
+        now = monotonic()
+        before = self.state
+        self.state = replace(before, **facts)
+        peers = self.others.peers_at(now)
         self.state = replace(
-            state,
+            self.state,
             precision=self.spec.precision,
-            limit=limit,
-            load=Load(
-                sequences, state.prompt_tokens + peers.prompt_tokens, peers.output_tokens, 0.0, state.load.prefill_rate
-            ),
-            kv=replace(state.kv, held=state.kv.held - others.counted.kv_tokens + peers.kv_tokens),
-            breaker=pause,
+            limit=self._limit_at(now),
+            load=self._load_with(peers),
+            kv=self._kv_with(peers),
+            breaker=self._pause_at(now),
         )
-        others.counted, totals.until = peers, min(totals.until, self.expires_at)
+        self.others.counted = peers
+        # A pause changes at every moment, so a state with one has always expired.
+        self.state_expires_at = self.others.next_expiry(now) if self.breaker.open_until is None else now
+        self._update_totals(before, now)
+
+    def _limit_at(self, now: float) -> int:
+        """Return the number of slots that this router may take, at least one of a replica that it shares."""
+        share = self.others.share
+        if share is None:
+            return self.whole_limit
+        return min(self.whole_limit, max(share.holds(now), 1))
+
+    def _load_with(self, peers: PeerLoad) -> Load:
+        """Return the load of all clients, as far as it does not change by itself."""
+        state = self.state
+        return Load(
+            sequences=state.slots + peers.slots + self.others.foreign,
+            prompt_tokens=state.prompt_tokens + peers.prompt_tokens,
+            output_tokens=peers.output_tokens,
+            prefill_rate=state.load.prefill_rate,
+        )
+
+    def _kv_with(self, peers: PeerLoad) -> KvCache:
+        """Return the KV cache with other routers' present load instead of the one that was counted before."""
+        kv = self.state.kv
+        return replace(kv, held=kv.held - self.others.counted.kv_tokens + peers.kv_tokens)
+
+    def _pause_at(self, now: float) -> Pause:
+        breaker = self.breaker
+        if breaker.open_until is None:
+            return NO_PAUSE
+        return Pause(breaker.state(now), breaker.admits(now), breaker.admits_in_s(now))
+
+    def _update_totals(self, before: ReplicaState, now: float) -> None:
+        """Take the change of the state into the fleet's sums."""
+        state = self.state
+        totals = self.totals
+        totals.state_expires_at = min(totals.state_expires_at, self.state_expires_at)
         totals.contended += state.slowed - before.slowed
-        if (sequences > 0) != (before.load.sequences > 0):
-            totals.note_busy(1 if sequences else -1, now)
+        was_busy = before.load.sequences > 0
+        is_busy = state.load.sequences > 0
+        if is_busy != was_busy:
+            totals.note_busy(is_busy - was_busy, now)
 
     @property
     def whole_limit(self) -> int:
         """Return the number of slots, for all routers together."""
-        speed, most = self.state.speed, self.spec.max_in_flight
-        adapting = self.options.adaptive_limit and speed is not None and speed.profiled
-        return min(self.limiter.value, most) if adapting else most
+        highest = self.spec.max_in_flight
+        is_adaptive = self.options.adaptive_limit and not self.learns
+        if not is_adaptive:
+            return highest
+        return min(self.limiter.value, highest)
 
     def note_share(self, share: Share | None) -> None:
         """Note this router's share of the slots; None: all of them are its own."""
@@ -338,7 +406,8 @@ class Replica:
 
     def note_peers(self, peers: PeerLoad, until: float) -> None:
         """Note other routers' load, valid until a monotonic time."""
-        self.others.peers, self.others.peers_until = peers, until
+        self.others.peers = peers
+        self.others.peers_until = until
         self.update()
 
     def __repr__(self) -> str:
@@ -346,28 +415,42 @@ class Replica:
 
     def mark(self, status: ReplicaStatus, detail: str | None = None) -> None:
         """Change the status; ``detail`` gives the reason to people."""
-        facts: dict[str, Any] = {}
-        if status not in {ReplicaStatus.READY, ReplicaStatus.DRAINING}:
-            facts = {"gauges": None, "speed": None, "kv": replace(self.state.kv, pressure=False)}
-            self.others.peers, self.others.foreign = NO_PEERS, 0
-            self.others.surplus.clear()
-            self.turnover, self.answers = Turnover(), Answers()
-            self.work.generated_at = None
-            self.breaker.reset()
-            self.prefixes.clear()
-        self.update(status=status, detail=detail, **facts)
+        if status in {ReplicaStatus.READY, ReplicaStatus.DRAINING}:
+            self.update(status=status, detail=detail)
+            return
+        self._forget_engine()
+        kv = replace(self.state.kv, pressure=False)
+        self.update(status=status, detail=detail, gauges=None, speed=None, kv=kv)
+
+    def _forget_engine(self) -> None:
+        """Forget what was learned of the engine, because it has stopped: the next one may differ."""
+        self.others.peers = NO_PEERS
+        self.others.foreign = 0
+        self.others.surplus.clear()
+        self.turnover = Turnover()
+        self.answers = Answers()
+        self.work.generated_at = None
+        self.breaker.reset()
+        self.prefixes.clear()
 
     def cached_tokens(self, prefix: Prefix) -> int:
         """Return the tokens of a prompt that its prefix cache is likely to hold: whole blocks, and never all of them."""
-        blocks, gauges = self.prefixes.matching(prefix), self.state.gauges
-        if not blocks:
+        remembered_blocks = self.prefixes.matching(prefix)
+        if not remembered_blocks:
             return 0
-        size = (gauges.kv_block_tokens if gauges is not None else None) or KV_BLOCK_TOKENS
-        return min(prefix.tokens(blocks), int(prefix.ends[-1][1]) - 1) // size * size
+        gauges = self.state.gauges
+        block_tokens = KV_BLOCK_TOKENS
+        if gauges is not None and gauges.kv_block_tokens:
+            block_tokens = gauges.kv_block_tokens
+        prompt_tokens = int(prefix.ends[-1][1])
+        remembered_tokens = min(prefix.tokens(remembered_blocks), prompt_tokens - 1)
+        return remembered_tokens // block_tokens * block_tokens
 
     def silence_s(self, now: float) -> float:
         """Return the seconds without progress; times without requests do not count."""
-        return self.work.silence_s + (now - self.work.silent_from if self.state.in_flight else 0.0)
+        if not self.state.in_flight:
+            return self.work.silence_s
+        return self.work.silence_s + (now - self.work.silent_from)
 
     def may_be_silent_until(self, now: float, limit_s: float, *, is_expected: bool) -> float:
         """Return until when an answer is waited for that is silent, while the engine is seen to compute.
@@ -384,41 +467,45 @@ class Replica:
         # Without a count of tokens, the watchdog finds out whether the engine hangs.
         gauges = self.state.gauges
         is_running = gauges is not None and gauges.running > 0
-        return now + limit_s if is_expected or is_running else now
+        if is_expected or is_running:
+            return now + limit_s
+        return now
 
     def progressed(self, now: float) -> None:
         """Note that the engine has made progress."""
-        self.work.silence_s, self.work.silent_from = 0.0, now
+        self.work.silence_s = 0.0
+        self.work.silent_from = now
 
     def begin(self, prompt_tokens: int, output_tokens: int, kv_tokens: int, sequences: int, now: float) -> None:
         """Count a request that is sent.
 
         Args:
-            prompt_tokens: To be computed.
-            output_tokens: Of all its sequences at most.
-            kv_tokens: That it is expected to hold.
-            sequences: Of the request: the slots that it takes.
+            prompt_tokens: Prompt tokens to be computed.
+            output_tokens: Most output tokens of all its sequences.
+            kv_tokens: Tokens of the KV cache that it is expected to hold.
+            sequences: Answers of the request, each of which takes a slot.
             now: Monotonic time.
         """
-        state, work = self.state, self.work
-        load, kv = state.load, state.kv
+        state = self.state
+        load = state.load
+        kv = state.kv
         self._integrate(now)
         self.turnover.note(now, state.slots)
-        work.prompt_tokens += prompt_tokens
+        self.work.prompt_tokens += prompt_tokens
         self.output_tokens += output_tokens
         if not load.sequences:
             self.totals.note_busy(1, now)
-        rate = load.prefill_rate * math.exp((state.prefill_at - now) * 1000 / PREFILL_MEMORY_MS)
+        faded_prefill_rate = load.prefill_rate * math.exp((state.prefill_at - now) * 1000 / PREFILL_MEMORY_MS)
         self.state = replace(
             state,
             in_flight=state.in_flight + 1,
             slots=state.slots + sequences,
             prompt_tokens=state.prompt_tokens + prompt_tokens,
             load=Load(
-                load.sequences + sequences,
-                load.prompt_tokens + prompt_tokens,
-                load.output_tokens,
-                prefill_rate=rate + prompt_tokens / PREFILL_MEMORY_MS,
+                sequences=load.sequences + sequences,
+                prompt_tokens=load.prompt_tokens + prompt_tokens,
+                output_tokens=load.output_tokens,
+                prefill_rate=faded_prefill_rate + prompt_tokens / PREFILL_MEMORY_MS,
             ),
             prompts_at=state.prompts_at if load.prompt_tokens else now,
             prefill_at=now,
@@ -427,8 +514,9 @@ class Replica:
 
     def prompt_computed(self, prompt_tokens: int, now: float) -> None:
         """Note that a prompt is computed, which is progress; the engine has begun the next one."""
-        state, load = self.state, self.state.load
-        self.work.silence_s, self.work.silent_from = 0.0, now
+        state = self.state
+        load = state.load
+        self.progressed(now)
         self.state = replace(
             state,
             prompt_tokens=state.prompt_tokens - prompt_tokens,
@@ -438,25 +526,28 @@ class Replica:
 
     def end(self, prompt_tokens: int, output_tokens: int, kv_tokens: int, sequences: int, now: float) -> None:
         """Count a request that has ended, with what is left of what ``begin`` counted."""
-        state, load, kv = self.state, self.state.load, self.state.kv
+        state = self.state
+        load = state.load
+        kv = state.kv
         self._integrate(now)
-        self.turnover.note(now, state.slots, sequences)
+        self.turnover.note(now, state.slots, freed=sequences)
         self.output_tokens -= output_tokens
-        there = load.sequences - sequences
-        if not there:
+        sequences_left = load.sequences - sequences
+        if not sequences_left:
             self.totals.note_busy(-1, now)
         self.state = replace(
             state,
             in_flight=state.in_flight - 1,
             slots=state.slots - sequences,
             prompt_tokens=state.prompt_tokens - prompt_tokens,
-            load=replace(load, sequences=there, prompt_tokens=load.prompt_tokens - prompt_tokens),
+            load=replace(load, sequences=sequences_left, prompt_tokens=load.prompt_tokens - prompt_tokens),
             kv=replace(kv, held=kv.held - kv_tokens),
         )
 
     def _integrate(self, now: float) -> None:
-        """Take the time since the last change into account, before the next."""
-        state, work = self.state, self.work
+        """Add the time since the last change to the integrals, before the number of requests changes."""
+        state = self.state
+        work = self.work
         if state.in_flight:
             work.silence_s += now - work.silent_from
         work.silent_from = now
@@ -469,33 +560,46 @@ class Replica:
         speed = self.state.speed
         return speed is None or not speed.profiled
 
-    def work_at(self, now: float) -> tuple[float, int]:
-        """Return the work so far: sequences integrated over time, in seconds, and prompt tokens."""
+    def work_at(self, now: float) -> WorkMark:
+        """Return the work up to now."""
         work = self.work
-        return work.sequence_s + self.state.load.sequences * (now - work.summed_at), work.prompt_tokens
+        sequence_s = work.sequence_s + self.state.load.sequences * (now - work.summed_at)
+        return WorkMark(now, sequence_s, work.prompt_tokens)
 
     def freed_per_s(self, fleet: FleetLoad, output_share: float) -> float:
         """Predict the slots that become free per second, from past hold times, else from the speed model."""
-        state, relief_s = self.state, 0.0
-        load, slots = load_of(state, self.output_tokens, fleet), state.slots
+        state = self.state
+        load = load_of(state, self.output_tokens, fleet)
+        relief_s = 0.0
         if state.speed is not None:
             relief_s = state.speed.relief_ms(load, self.spec.max_num_seqs, output_share) / 1000
-        predicted_s = max(load.sequences, 1) * (relief_s or UNKNOWN_RELIEF_S)
-        return max(slots, 1) / max(self.turnover.hold_s(fleet.now, slots, predicted_s), SHORTEST_HOLD_S)
+        predicted_hold_s = max(load.sequences, 1) * (relief_s or UNKNOWN_RELIEF_S)
+        hold_s = self.turnover.hold_s(fleet.now, state.slots, predicted_hold_s)
+        return max(state.slots, 1) / max(hold_s, SHORTEST_HOLD_S)
 
     def note_gauges(self, gauges: Gauges) -> None:
         """Take in the engine's gauges. Counters that have gone back show that it was started anew."""
-        state, others = self.state, self.others
+        state = self.state
         if state.gauges is not None and gauges.cache_queries < state.gauges.cache_queries:
             self.prefixes.clear()
         # Two bounds, so that the pressure does not flap.
         bound = self.options.kv_close if state.kv.pressure else self.options.kv_open
-        pressure = gauges.kv_cache_usage >= bound
-        others.surplus.append(gauges.running + gauges.waiting - state.slots - others.counted.slots)
-        others.foreign = max(min(others.surplus), 0) if len(others.surplus) == FOREIGN_POLLS else 0
-        self.update(gauges=gauges, kv=replace(state.kv, size=gauges.kv_cache_tokens or 0, pressure=pressure))
+        is_under_pressure = gauges.kv_cache_usage >= bound
+        self._count_foreign(gauges)
+        kv = replace(state.kv, size=gauges.kv_cache_tokens or 0, pressure=is_under_pressure)
+        self.update(gauges=gauges, kv=kv)
+
+    def _count_foreign(self, gauges: Gauges) -> None:
+        """Count the sequences of clients that no router knows of: those that each of the last readings shows."""
+        others = self.others
+        known_sequences = self.state.slots + others.counted.slots
+        others.surplus.append(gauges.running + gauges.waiting - known_sequences)
+        others.foreign = 0
+        if len(others.surplus) == FOREIGN_POLLS:
+            others.foreign = max(min(others.surplus), 0)
 
     def measured(self, speed: SpeedModel) -> None:
         """Set the speed, and forget the errors of the last one."""
-        ttft, tpot = (Trend(0.0, spread**2, 0.0) for spread in (speed.ttft_spread, speed.tpot_spread))
-        self.update(speed=speed, trends=Trends(ttft, tpot))
+        ttft_trend = Trend(mean=0.0, variance=speed.ttft_spread**2, at=0.0)
+        tpot_trend = Trend(mean=0.0, variance=speed.tpot_spread**2, at=0.0)
+        self.update(speed=speed, trends=Trends(ttft_trend, tpot_trend))

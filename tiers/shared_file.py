@@ -39,21 +39,22 @@ def real_path(path: Path) -> Path:
 def locked(path: Path) -> Iterator[None]:
     """Let one process at a time change a file; make its folder where there is none.
 
-    The lock file beside it is for all that see this folder. A file that is mounted alone has another folder in each
-    container, so the file itself is locked as well.
+    A lock file beside it keeps out all processes that see the same folder. A file that is mounted alone has another folder
+    in each container, so the file itself is locked as well.
     """
     make_folder(path.parent, mode=OWNER_ALONE_FOLDER)
     lock = _open_lock(path.with_name(path.name + ".lock"), like=path)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with _lock_itself(path):
+        with _file_locked(path):
             yield
     finally:
         os.close(lock)
 
 
 @contextmanager
-def _lock_itself(path: Path) -> Iterator[None]:
+def _file_locked(path: Path) -> Iterator[None]:
+    """Lock the file itself, if it exists."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -65,16 +66,18 @@ def _lock_itself(path: Path) -> Iterator[None]:
 
 
 def replace_content(path: Path, content: bytes) -> None:
-    """Give a file another content at once; owner, group, mode and access list stay as they are.
+    """Replace a file's content in one step; owner, group, mode and access list stay as they are.
 
-    A file that is mounted alone cannot be replaced, so it is overwritten. ``OwnerError``: only root and the file's owner
-    can keep its owner.
+    A file that is mounted alone cannot be replaced, so it is overwritten.
+
+    Raises:
+        OwnerError: The file belongs to another user, and the present one is not root.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     temporary = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
-            _take_after(file.fileno(), path)
+            _copy_ownership(path, file.fileno())
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -96,8 +99,11 @@ def _overwrite(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _take_after(handle: int, path: Path) -> None:
-    """Give a new file the owner, group, mode and extended attributes of the one whose place it takes."""
+def _copy_ownership(path: Path, handle: int) -> None:
+    """Give a new file the owner, group, mode and extended attributes of an existing one.
+
+    Where there is none, it gets the owner of the folder.
+    """
     try:
         old = path.stat()
     except FileNotFoundError:
@@ -112,35 +118,35 @@ def _take_after(handle: int, path: Path) -> None:
                 errno.EPERM, f"it belongs to {_user_name(old.st_uid)}, and would not any more: run this as that user"
             ) from None
     os.fchmod(handle, stat.S_IMODE(old.st_mode))
-    with suppress(OSError):  # a file system without any
+    with suppress(OSError):  # the file system may have no extended attributes
         _copy_attributes(path, handle)
 
 
 def _copy_attributes(path: Path, handle: int) -> None:
     """Copy a file's extended attributes, which hold its access list."""
     for attribute in os.listxattr(path):
-        with suppress(OSError):  # some are the kernel's own
+        with suppress(OSError):  # the kernel keeps some of them to itself
             os.setxattr(handle, attribute, os.getxattr(path, attribute))
 
 
 def _open_lock(path: Path, *, like: Path) -> int:
-    """Open a lock file for all who may read the file that it guards; a missing one is made."""
+    """Open a lock file, which is made if it is missing, with the owner and the mode of the file that it guards."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:
         with suppress(FileNotFoundError):
             return os.open(path, flags)
         with suppress(FileExistsError):
-            made = os.open(path, flags | os.O_CREAT | os.O_EXCL, OWNER_ALONE)
+            lock = os.open(path, flags | os.O_CREAT | os.O_EXCL, OWNER_ALONE)
             try:
-                _take_after(made, like)
+                _copy_ownership(like, lock)
             except BaseException:
-                os.close(made)
+                os.close(lock)
                 raise
-            return made
+            return lock
 
 
 def make_folder(folder: Path, *, mode: int) -> None:
-    """Make a folder and those above it; what root makes belongs to the owner of the folder that was there."""
+    """Make a folder and those above it. What root makes belongs to the owner of the folder in which it is made."""
     if folder.is_dir():
         return
     make_folder(folder.parent, mode=mode)
@@ -149,16 +155,19 @@ def make_folder(folder: Path, *, mode: int) -> None:
         _give_to_owner_of(folder.parent, folder)
 
 
-def _give_to_owner_of(folder: Path, made: int | Path) -> None:
-    """Give what root has made to the owner of the folder that it is in: root changes keys for the router's user."""
+def _give_to_owner_of(folder: Path, new: int | Path) -> None:
+    """Give a new file or folder that root has made to the owner of the folder that it is in.
+
+    Root may change keys for the router, which runs as another user and must be able to read them.
+    """
     if os.geteuid() != ROOT:
         return
     owner = folder.stat()
     with suppress(OSError):  # root of a container may not give away everything
-        if isinstance(made, Path):
-            os.chown(made, owner.st_uid, owner.st_gid, follow_symlinks=False)
+        if isinstance(new, Path):
+            os.chown(new, owner.st_uid, owner.st_gid, follow_symlinks=False)
         else:
-            os.fchown(made, owner.st_uid, owner.st_gid)
+            os.fchown(new, owner.st_uid, owner.st_gid)
 
 
 def _user_name(uid: int) -> str:

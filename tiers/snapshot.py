@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping  # noqa: TC003  msgspec reads it for the decision log
 from dataclasses import dataclass
 from math import exp
-from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -29,11 +28,11 @@ class Gauges:
         waiting: Requests in the engine's queue.
         kv_cache_usage: Used share of the KV cache, 0..1.
         kv_cache_tokens: Size of the KV cache in tokens; None: not reported.
-        drafted: Tokens that its draft has proposed since it was started; 0: it has none.
-        accepted: Those of them that it has accepted.
-        kv_block_tokens: Tokens of a block of the KV cache, of which only whole ones are shared; None: not reported.
+        drafted: Tokens that its draft model has proposed since it was started; 0: it has no draft model.
+        accepted: Proposed tokens that it has accepted.
+        kv_block_tokens: Tokens of a block of the KV cache, which prompts share as a whole or not at all; None: not reported.
         cache_queries: Prompt tokens looked up in the prefix cache since it was started.
-        cache_hits: Those of them that were found.
+        cache_hits: Prompt tokens found there.
     """
 
     running: int
@@ -49,19 +48,24 @@ class Gauges:
     @property
     def acceptance(self) -> float | None:
         """Return the share of proposed tokens that were accepted, 0..1; None: none were proposed."""
-        return self.accepted / self.drafted if self.drafted else None
+        if not self.drafted:
+            return None
+        return self.accepted / self.drafted
 
     @property
     def hit_rate(self) -> float | None:
         """Return the share of prompt tokens that the prefix cache had, 0..1; None: none were looked up."""
-        return self.cache_hits / self.cache_queries if self.cache_queries else None
+        if not self.cache_queries:
+            return None
+        return self.cache_hits / self.cache_queries
 
 
 class KvCache(Struct, frozen=True):
-    """A replica's KV cache: its size and what requests of all routers hold, in tokens.
+    """A replica's KV cache, in tokens.
 
     Attributes:
-        size: 0: not known.
+        size: Tokens that it has room for; 0: not known.
+        held: Tokens that the requests of all routers hold.
         pressure: It is so full that it takes no long prompts.
     """
 
@@ -80,7 +84,9 @@ class Trends(Struct, frozen=True):
         """Return the means of log(seen / predicted), of TTFT and of TPOT; 0 where no speed is known to predict from."""
         if speed is None:
             return 0.0, 0.0
-        return self.ttft.at_time(now, speed.ttft_spread)[0], self.tpot.at_time(now, speed.tpot_spread)[0]
+        ttft_mean, _ = self.ttft.at_time(now, speed.ttft_spread)
+        tpot_mean, _ = self.tpot.at_time(now, speed.tpot_spread)
+        return ttft_mean, tpot_mean
 
     def faded(self, now: float, speed: SpeedModel | None) -> Trends:
         """Return the trends at a time; without a speed there are none."""
@@ -105,13 +111,13 @@ class ReplicaState(Struct, frozen=True):
 
     Attributes:
         in_flight: The router's requests on it.
-        slots: Slots that those take, one for each sequence.
+        slots: Slots that those requests take, one for each sequence.
         limit: Slots that the router may take.
-        prompt_tokens: Of this router's requests, to be computed.
-        load: Of all clients, as far as it does not change by itself: without this router's output tokens to come and the
-            neighbours; the prompts as of ``prompts_at``, their rate as of ``prefill_at``.
+        prompt_tokens: Prompt tokens of this router's requests that are not computed yet.
+        load: The load by all clients, as far as it does not change by itself: without this router's output tokens to come
+            and the neighbours; the prompts as of ``prompts_at``, their rate as of ``prefill_at``.
         prompts_at: Monotonic time at which the first of those prompts was begun.
-        speed: None: not known.
+        speed: How fast it is; None: not known.
     """
 
     id: str
@@ -146,7 +152,7 @@ class ReplicaState(Struct, frozen=True):
         return self.speed is not None and self.speed.contention > 0
 
 
-class FleetLoad(NamedTuple):
+class FleetLoad(Struct, frozen=True):
     """How busy a fleet is at one time.
 
     Attributes:
@@ -154,7 +160,7 @@ class FleetLoad(NamedTuple):
         busy: Number of replicas that have requests.
         others: Number of replicas beside each one, at least 1.
         left_ms: Expected time until each busy replica is idle, by its id; None: no replica slows another.
-        left_ms_sum: Of all of them.
+        left_ms_sum: The sum of those times.
         usually: Share of the time that a replica has had requests lately, 0..1.
     """
 
@@ -171,32 +177,44 @@ def load_of(replica: ReplicaState, output_tokens: int, fleet: FleetLoad | None) 
 
     Args:
         replica: Its state.
-        output_tokens: Of this router's requests, to come.
-        fleet: At that time; None: the state has the whole load, as in a decision log.
+        output_tokens: Output tokens to come of this router's requests.
+        fleet: How busy the fleet is at that time; None: the state has the whole load, as in a decision log.
     """
-    load, speed = replica.load, replica.speed
+    load = replica.load
     if fleet is None:
         return load
-    now, busy, others, left, left_ms_sum, usually = fleet
-    sequences, prompts, rate = load.sequences, load.prompt_tokens, load.prefill_rate
-    if sequences:
-        busy -= 1
-    if prompts and speed is not None and speed.prefill_ms_per_token > 0:
-        prompts = max(prompts - int((now - replica.prompts_at) * 1000 / speed.prefill_ms_per_token), 0)
-    if rate:
-        rate *= exp((replica.prefill_at - now) * 1000 / PREFILL_MEMORY_MS)
-    left_ms = ALWAYS_MS
-    if left is not None and busy:
-        left_ms = (left_ms_sum - left.get(replica.id, 0.0)) / busy
-    return Load(sequences, prompts, output_tokens + load.output_tokens, busy / others, rate, left_ms, usually)
+    speed = replica.speed
+    prompt_tokens = load.prompt_tokens
+    if prompt_tokens and speed is not None and speed.prefill_ms_per_token > 0:
+        computed_tokens = int((fleet.now - replica.prompts_at) * 1000 / speed.prefill_ms_per_token)
+        prompt_tokens = max(prompt_tokens - computed_tokens, 0)
+    prefill_rate = load.prefill_rate
+    if prefill_rate:
+        prefill_rate *= exp((replica.prefill_at - fleet.now) * 1000 / PREFILL_MEMORY_MS)
+    busy_neighbours = fleet.busy
+    if load.sequences:
+        busy_neighbours -= 1
+    neighbours_left_ms = ALWAYS_MS
+    if fleet.left_ms is not None and busy_neighbours:
+        own_left_ms = fleet.left_ms.get(replica.id, 0.0)
+        neighbours_left_ms = (fleet.left_ms_sum - own_left_ms) / busy_neighbours
+    return Load(
+        sequences=load.sequences,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens + load.output_tokens,
+        neighbours=busy_neighbours / fleet.others,
+        prefill_rate=prefill_rate,
+        neighbours_left_ms=neighbours_left_ms,
+        neighbours_usually=fleet.usually,
+    )
 
 
 class TierSnapshot(Struct, frozen=True):
     """One tier at one time.
 
     Attributes:
-        replicas: Their states.
-        output_tokens: Of this router's requests, to come on each replica.
+        replicas: States of its replicas.
+        output_tokens: Output tokens to come on each replica, of this router's requests.
         preparing: What the tier needs before it serves for the first time; None: nothing.
         cached: Tokens of the request's prompt that each replica's prefix cache is likely to hold; None: not known.
         home: Position of the session's own replica, where no replica is known to hold more of the prompt; -1: none is.
@@ -216,14 +234,17 @@ class TierSnapshot(Struct, frozen=True):
 
     @property
     def status(self) -> ReplicaStatus:
-        """Return that of the tier's best replica; without replicas, whether one is being prepared."""
+        """Return the status of the tier's best replica; without replicas, say whether one is being prepared."""
         if self.replicas:
             return min([replica.status for replica in self.replicas], key=_BEST_FIRST.index)
         if self.preparing is not None:
-            return ReplicaStatus.PREPARING if self.preparing.failed is None else ReplicaStatus.FAILED
+            is_failed = self.preparing.failed is not None
+            return ReplicaStatus.FAILED if is_failed else ReplicaStatus.PREPARING
         if self.spec.awaited:
             return ReplicaStatus.WAITING
-        return ReplicaStatus.ABSENT if self.spec.absent else ReplicaStatus.STOPPED
+        if self.spec.absent:
+            return ReplicaStatus.ABSENT
+        return ReplicaStatus.STOPPED
 
 
 _BEST_FIRST = [
@@ -245,11 +266,11 @@ class FleetSnapshot(Struct, frozen=True):
     """The fleet at one time: the input of a routing decision.
 
     Attributes:
-        tiers: By rising precision.
+        tiers: The tiers, by rising precision.
         template: What the chat template adds to prompts.
         output_share: Recent output tokens over those that requests allowed, 0..1.
         long_prompt_tokens: A replica whose KV cache is nearly full takes no prompts above this.
-        load: None: the replicas' states have their whole loads, as in a decision log.
+        load: How busy the fleet is; None: the replicas' states have their whole loads, as in a decision log.
     """
 
     tiers: tuple[TierSnapshot, ...]

@@ -23,22 +23,22 @@ from typing import Literal, NamedTuple
 from msgspec import Struct
 
 MEMORY = 0.8  # weight of the past in a trend: about the last five answers
-HALF_LIFE_S = 60.0  # of a trend: a tier that gets no requests returns to its measured speed
+HALF_LIFE_S = 60.0  # a trend fades by half in this time: a tier that gets no requests returns to its measured speed
 PREFILL_MEMORY_MS = 20_000.0  # time constant of the rate of prompt tokens
 BUSY_MEMORY_S = 60.0  # time constant of the mean number of busy replicas
-MOST_BESIDE = 8  # replicas on one machine; in a larger fleet, what each has left is not looked for
+MOST_BESIDE = 8  # replicas on one machine; in a larger fleet, the time that each has left is not predicted
 MOST_PREFILL = 0.8  # highest share of time spent on prompts; beyond it the engine cannot keep up anyway
 ALWAYS_MS = 1e12
-UNMEASURED_SPREAD = 0.3  # of log(seen / predicted) before any answer: about a third either way
+UNMEASURED_SPREAD = 0.3  # spread of log(seen / predicted) before any answer: about a third either way
 
 
 class Load(Struct, frozen=True):
     """A replica's load, before one more request.
 
     Attributes:
-        sequences: Being computed: one for each answer of each request.
-        prompt_tokens: Of prompts that are not computed yet, as far as known.
-        output_tokens: Upper bound of those still to come.
+        sequences: Sequences being computed: one for each answer of each request.
+        prompt_tokens: Tokens of prompts that are not computed yet, as far as known.
+        output_tokens: Upper bound of the output tokens still to come.
         neighbours: Share of the fleet's other replicas that have requests, 0..1.
         prefill_rate: Prompt tokens per millisecond, recently.
         neighbours_left_ms: Mean time that those neighbours are expected to go on computing.
@@ -84,8 +84,8 @@ class SpeedModel:
         step_ms_beyond_knee: How much more.
         ttft_steps: Decode steps that a new prompt waits for while others are being decoded.
         contention: Added share of time, from 0, when all other replicas of the fleet compute as well.
-        ttft_spread: Standard deviation of log(seen / predicted) that the fit left.
-        tpot_spread: The same.
+        ttft_spread: Standard deviation of log(seen / predicted) of TTFT that the fit left.
+        tpot_spread: Standard deviation of log(seen / predicted) of TPOT that the fit left.
         profiled: Whether it was measured under load.
         learned: Whether it was fitted to live requests.
     """
@@ -106,7 +106,9 @@ class SpeedModel:
     @property
     def source(self) -> Literal["profile", "live", "idle"]:
         """Return the origin of the parameters."""
-        return "profile" if self.profiled else "live" if self.learned else "idle"
+        if self.profiled:
+            return "profile"
+        return "live" if self.learned else "idle"
 
     @property
     def under_load(self) -> bool:
@@ -124,11 +126,13 @@ class SpeedModel:
 
     def step_ms(self, sequences: int) -> float:
         """Return the time of one decode step of a batch, without contention."""
-        beyond = self.step_ms_beyond_knee * (sequences - self.step_knee) if sequences > self.step_knee else 0.0
-        return self.step_base_ms + self.step_ms_per_sequence * sequences + beyond
+        beyond_knee_ms = 0.0
+        if sequences > self.step_knee:
+            beyond_knee_ms = self.step_ms_beyond_knee * (sequences - self.step_knee)
+        return self.step_base_ms + self.step_ms_per_sequence * sequences + beyond_knee_ms
 
     def prompt_ms(self, tokens: int, _sequences: int, /) -> float:
-        """Return by how much a prompt delays the batch that is being decoded; by as much, whatever the batch."""
+        """Return by how much a prompt delays the batch that is being decoded, which does not depend on the batch."""
         return self.prefill_ms_per_token * tokens
 
     def times(
@@ -144,34 +148,34 @@ class SpeedModel:
         """Predict the times of one more request.
 
         Args:
-            prompt_tokens: Of its prompts.
-            load: Without the request.
+            prompt_tokens: Tokens of its prompts.
+            load: The replica's load without the request.
             max_num_seqs: Sequences that the replica decodes at once; more wait.
             output_share: Expected output tokens over those allowed, 0..1.
-            sequences: Of the request.
-            output_tokens: Expected of each of them.
+            sequences: Answers of the request.
+            output_tokens: Expected output tokens of each of those answers.
         """
-        there, prefill = load.sequences, self.prefill_ms_per_token  # every request comes by here for each tier
-        batch = there + sequences
-        step = self.step_ms(min(max_num_seqs, batch))
-        ttft = self.ttft_base_ms + prefill * (prompt_tokens + load.prompt_tokens)
-        if there > 0:
-            ttft += self.ttft_steps * self.step_ms(min(max_num_seqs, there))
-            ahead = there + 1 - max_num_seqs
+        running = load.sequences
+        step_ms = self.step_ms(min(max_num_seqs, running + sequences))
+        ttft_ms = self.ttft_base_ms + self.prefill_ms_per_token * (prompt_tokens + load.prompt_tokens)
+        if running > 0:
+            ttft_ms += self.ttft_steps * self.step_ms(min(max_num_seqs, running))
+            ahead = running + 1 - max_num_seqs
             if ahead > 0:
-                ttft += ahead * step * 2 * remaining_tokens(load, output_share) / (max_num_seqs + 1)
-        slowed = 1.0
+                ttft_ms += ahead * step_ms * 2 * remaining_tokens(load, output_share) / (max_num_seqs + 1)
+        slowdown = 1.0
         if self.contention:
-            ttft *= 1 + self.contention * load.neighbours_within(ttft * (1 + self.contention * load.neighbours))
-            slowed += self.contention * load.neighbours_within(ttft + output_tokens * step)
-        prefilling = prefill * load.prefill_rate * slowed
-        return Times(ttft, step * slowed / (1 - (min(MOST_PREFILL, prefilling))))
+            slowed_ttft_ms = ttft_ms * (1 + self.contention * load.neighbours)
+            ttft_ms *= 1 + self.contention * load.neighbours_within(slowed_ttft_ms)
+            slowdown += self.contention * load.neighbours_within(ttft_ms + output_tokens * step_ms)
+        prefill_share = self.prefill_ms_per_token * load.prefill_rate * slowdown
+        return Times(ttft_ms, step_ms * slowdown / (1 - min(MOST_PREFILL, prefill_share)))
 
     def engine_ms(self, prompt_tokens: int, output_tokens: float, batch: int) -> float:
         """Return the engine time of a request: its prefill, and its share of the steps that decode it.
 
         Args:
-            prompt_tokens: Of its prompts.
+            prompt_tokens: Tokens of its prompts.
             output_tokens: Expected output of all its sequences.
             batch: Sequences decoded together, its own included.
         """
@@ -179,17 +183,19 @@ class SpeedModel:
 
     def left_ms(self, load: Load, max_num_seqs: int, output_share: float) -> float:
         """Predict the time until the replica's requests have ended, without contention."""
-        steps = remaining_tokens(load, output_share) * self.step_ms(min(load.sequences, max_num_seqs))
-        return self.prefill_ms_per_token * load.prompt_tokens + steps
+        prefill_ms = self.prefill_ms_per_token * load.prompt_tokens
+        decode_ms = remaining_tokens(load, output_share) * self.step_ms(min(load.sequences, max_num_seqs))
+        return prefill_ms + decode_ms
 
     def relief_ms(self, load: Load, max_num_seqs: int, output_share: float) -> float:
         """Predict the time until a request ends: of n, evenly spread over their progress, the next has 2 / (n + 1) left."""
         if load.sequences == 0:
             return 0.0
-        left = remaining_tokens(load, output_share) * 2 / (load.sequences + 1)
-        backlog = self.prefill_ms_per_token * load.prompt_tokens
-        slowed = 1 + self.contention * load.neighbours
-        return (backlog + left * self.step_ms(min(load.sequences, max_num_seqs))) * slowed
+        next_end_tokens = remaining_tokens(load, output_share) * 2 / (load.sequences + 1)
+        prefill_ms = self.prefill_ms_per_token * load.prompt_tokens
+        decode_ms = next_end_tokens * self.step_ms(min(load.sequences, max_num_seqs))
+        slowdown = 1 + self.contention * load.neighbours
+        return (prefill_ms + decode_ms) * slowdown
 
 
 def remaining_tokens(load: Load, output_share: float) -> float:
@@ -201,8 +207,8 @@ class Trend(Struct, frozen=True):
     """Recent errors of predictions: mean and variance of log(seen / predicted), exponentially weighted.
 
     Attributes:
-        mean: 0 before any answer.
-        variance: About the mean.
+        mean: The mean; 0 before any answer.
+        variance: The variance about the mean.
         at: When it was last changed, in monotonic seconds.
     """
 
@@ -214,37 +220,43 @@ class Trend(Struct, frozen=True):
         """Return mean and variance at ``now``: they decay to 0 and the given spread by half each ``HALF_LIFE_S``."""
         if now <= self.at:
             return self.mean, self.variance
-        left, steady = 0.5 ** ((now - self.at) / HALF_LIFE_S), spread * spread
-        return self.mean * left, steady + (self.variance - steady) * left
+        remaining_share = 0.5 ** ((now - self.at) / HALF_LIFE_S)
+        steady_variance = spread * spread
+        return self.mean * remaining_share, steady_variance + (self.variance - steady_variance) * remaining_share
 
     def faded(self, now: float, spread: float) -> Trend:
-        """Return the trend at ``now``, as ``at_time``."""
-        return Trend(*self.at_time(now, spread), now)
+        """Return the trend at ``now``; see ``at_time``."""
+        mean, variance = self.at_time(now, spread)
+        return Trend(mean, variance, now)
 
     def after(self, predicted_ms: float, seen_ms: float, now: float, spread: float) -> Trend:
         """Return the trend after one more answer.
 
         Args:
-            predicted_ms: By the model alone, without this trend.
+            predicted_ms: The time predicted by the model alone, without this trend.
             seen_ms: The time that the answer took.
             now: Monotonic seconds.
-            spread: Of the model.
+            spread: The spread that the model's fit left.
         """
         mean, variance = self.at_time(now, spread)
-        off = math.log(max(seen_ms, 0.1) / max(predicted_ms, 0.1)) - mean
-        return Trend(mean + (1 - MEMORY) * off, MEMORY * (variance + (1 - MEMORY) * off * off), now)
+        deviation = math.log(max(seen_ms, 0.1) / max(predicted_ms, 0.1)) - mean
+        return Trend(
+            mean=mean + (1 - MEMORY) * deviation,
+            variance=MEMORY * (variance + (1 - MEMORY) * deviation * deviation),
+            at=now,
+        )
 
 
-STEADY = Trend(0.0, UNMEASURED_SPREAD**2, 0.0)
+STEADY = Trend(mean=0.0, variance=UNMEASURED_SPREAD**2, at=0.0)
 
 
 class AnswerSample(NamedTuple):
     """One answer, and its replica's load. Times in milliseconds.
 
     Attributes:
-        prompt_tokens: Of its prompt.
-        sequences: On the replica when it was sent.
-        waiting_tokens: Prompt tokens of those that were not computed yet.
+        prompt_tokens: Tokens of its prompt.
+        sequences: Sequences on the replica when it was sent.
+        waiting_tokens: Tokens of their prompts that were not computed yet.
         neighbours: Share of the other replicas that had requests, 0..1.
         ttft_ms: Time to its first token.
         batch: Mean number of sequences while it was decoded, its own included.

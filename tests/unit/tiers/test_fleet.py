@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tiers.breaker import BreakerState
 from tiers.choice import Expectation, Request, candidate, takes
@@ -111,7 +112,7 @@ def test_a_decisions_replica_is_taken_while_it_is_as_it_was() -> None:
     fleet, request = make_fleet(replicas=3), Request(5, 7.0)
     snapshot = fleet.snapshot()
     second = expected_of(snapshot.tiers[0], 1, request, snapshot.load)
-    offers = (second, ()), (second, ()), (second._replace(at=0.0), ()), (second, {"fast-1"})
+    offers = (second, ()), (second, ()), (structs.replace(second, snapshot_at=0.0), ()), (second, {"fast-1"})
     taken = [
         fleet.lease(FAST, prompt_tokens=5, max_tokens=7, exclude=exclude, found=found) for found, exclude in offers
     ]

@@ -121,7 +121,7 @@ async def test_a_profile_ends_it_and_a_restart_begins_it_anew() -> None:
 @pytest.mark.anyio
 async def test_replicas_that_were_removed_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """They come and go for as long as the router runs."""
-    monkeypatch.setattr("tiers.live_speed.LOOK_S", 0.01)
+    monkeypatch.setattr("tiers.live_speed.LEARN_POLL_S", 0.01)
     spec = TierSpec(TierName.FAST, 2048, SEQS, 32)
     fleet = Fleet((spec,))
     live = LiveSpeed(fleet)
