@@ -5,6 +5,11 @@ usage: .venv/bin/python scripts/screenshots.py [NAME...]
 page-light, page-dark, prompt and phone show `qarr demo` a minute after its start: README has the first two. trace, loss and
 first-start show what the demo does not have, on fake engines: a failure, measured losses, a checkpoint that is being made.
 A name makes one picture alone. Needs Chromium (scripts/setup services).
+
+dashboards, only by its name, shows Grafana's dashboards in build/dashboards: the tests' two routers under load for two
+minutes, each panel's queries answered by a real Prometheus, drawn by tests/deploy/panel_drawing.py. It also prints which
+panels are empty and what did not fit. A second of its time stands for 15 in production: scrapes, rules and rates are as
+much faster. Needs Prometheus and Alertmanager as well.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ import random
 import signal
 import sys
 import tempfile
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +32,19 @@ from playwright.async_api import ViewportSize, async_playwright
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(PROJECT))
 
+from router.auth.api_keys import add_key  # noqa: E402
 from tests.browser.chromium import launched  # noqa: E402
 from tests.browser.made_up import ANSWER, FAST, SPEEDS, measured  # noqa: E402
+from tests.deploy.monitoring import Monitoring, monitoring  # noqa: E402
+from tests.deploy.panel_drawing import Drawn, Window, draw_dashboard  # noqa: E402
+from tests.deploy.panels import DASHBOARDS, Panel, panels_of, series_of  # noqa: E402
+from tests.deploy.traffic import BALANCED, Routers, two_routers  # noqa: E402
 from tests.fakes.engine import Behaviour  # noqa: E402
 from tests.ports import reserved_ports  # noqa: E402
 from tests.unit.first_up import first_up  # noqa: E402
 from tests.unit.own_router import QARR  # noqa: E402
 from tests.unit.router_stack import Stack, router_stack  # noqa: E402
+from tests.waiting import until  # noqa: E402
 from tiers.spec import PRECISIONS, STANDARD_TIERS  # noqa: E402
 
 if TYPE_CHECKING:
@@ -40,6 +53,7 @@ if TYPE_CHECKING:
     from playwright.async_api import Browser, Locator, Page
 
 IMAGES = PROJECT / "docs/images"
+DASHBOARD_IMAGES = PROJECT / "build/dashboards"
 SEED = 7
 REQUESTS_PER_S = 2.6
 WITH_SLA, WITH_HINT = 0.45, 0.08  # shares of requests
@@ -47,6 +61,16 @@ BUSY_S = 40.0  # until the plots over time have something to show
 DEMO_BUSY_S = 60.0  # what a person sees after a minute
 DEMO_START_S = 60.0
 DEMO_END_S = 30.0
+SCRAPE_S, RATE_INTERVAL = 1.0, "4s"  # Grafana's: four scrapes
+SHOWN_S = 150.0  # what the dashboards show
+SOUND_S, FAILING_S, TIER_DOWN_S = 50.0, 4.0, 25.0
+# What an element does not show, and which panels are empty.
+FAULTS = """() => [
+  ...[...document.querySelectorAll('.empty')].map(node => `${node.dataset.panel}: no data`),
+  ...[...document.querySelectorAll('.fits')]
+    .filter(node => node.scrollWidth > node.clientWidth + 1 || node.scrollHeight > node.clientHeight + 1)
+    .map(node => `${node.dataset.panel}: ${node.classList[1]} is cut`),
+]"""
 OF_DEMO = ("page-light", "page-dark", "prompt", "phone")
 OF_FAKES = ("trace", "loss")
 MADE_UP = {
@@ -92,7 +116,7 @@ async def load(stack: Stack, enough: asyncio.Event) -> None:
     async with asyncio.TaskGroup() as group:
         while not enough.is_set():
             for tier, behaviour in stack.engines.items():
-                behaviour.first_delay_s = SPEEDS[tier][0] * chance.lognormvariate(0, 0.35)
+                behaviour.first_delay_s = SPEEDS.get(tier, SPEEDS[FAST])[0] * chance.lognormvariate(0, 0.35)
                 behaviour.kv_cache_usage = min(0.97, 0.04 + 0.035 * behaviour.running + 0.01 * chance.random())
                 behaviour.prompt_tokens = int(chance.lognormvariate(4.6, 0.8))
             group.create_task(answered(stack, some_request(chance)))
@@ -203,12 +227,75 @@ async def first_start(browser: Browser, folder: Path) -> None:
     await context.close()
 
 
+async def busy_routers(routers: Routers, folder: Path) -> float:
+    """Put load on two routers, with two keys; an engine fails for a while, and at last a tier is down. Return the end."""
+    await routers.everything()
+    key, _ = add_key(folder / "keys.json", "ben")
+    enough = asyncio.Event()
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as client, asyncio.TaskGroup() as group:
+        client.headers["authorization"] = f"Bearer {key}"
+        for stack in routers.stacks:
+            for tier, behaviour in stack.engines.items():
+                behaviour.answer, behaviour.delay_s = ANSWER, SPEEDS.get(tier, SPEEDS[FAST])[1]
+            group.create_task(load(stack, enough))
+            group.create_task(load(replace(stack, client=client), enough))
+        await asyncio.sleep(SOUND_S)
+        for stack in routers.stacks:
+            stack.engines[FAST].break_after = 3
+        await asyncio.sleep(FAILING_S)
+        for stack in routers.stacks:
+            stack.engines[FAST].break_after = None
+        await asyncio.sleep(SOUND_S / 2)
+        for stack in routers.stacks:
+            stack.engines[BALANCED].alive = False
+        await asyncio.sleep(TIER_DOWN_S)
+        end = float(int(time.time()))
+        enough.set()
+    return end
+
+
+async def answered_panel(prometheus: Monitoring, panel: Panel, window: Window) -> Drawn:
+    """Ask Prometheus what Grafana would ask for a panel."""
+    series, exemplars = [], []
+    for query in panel.queries:
+        if query.instant:
+            found = await prometheus.query(query.expr, at=window.end)
+        else:
+            found = await prometheus.query_range(query.expr, start=window.start, end=window.end, step=window.step)
+        series += series_of(query, found)
+        if query.exemplars:
+            exemplars += await prometheus.exemplars(query.expr, start=window.start, end=window.end)
+    points = tuple((each["timestamp"], float(each["value"])) for each in exemplars)
+    return Drawn(panel, series, points)
+
+
+async def dashboard_shots(browser: Browser) -> None:
+    """Take a picture of each dashboard after everything has happened, and print what is wrong with its panels."""
+    DASHBOARD_IMAGES.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ.update(XDG_CONFIG_HOME=name)
+        async with two_routers(folder) as routers, monitoring(folder, routers) as prometheus:
+            await routers.ordinary()  # every series is there once before it grows: a rate needs two points
+            await until(lambda: prometheus.query("job:qarr_requests:sum > 0"))
+            end = await busy_routers(routers, folder)
+            window = Window(start=end - SHOWN_S, end=end, step=SCRAPE_S)
+            for uid, dashboard in DASHBOARDS.items():
+                panels = panels_of(dashboard, rate_interval=RATE_INTERVAL, shown=f"{SHOWN_S:.0f}s")
+                drawn = [await answered_panel(prometheus, panel, window) for panel in panels]
+                page = await browser.new_page(viewport=WIDE)
+                await page.set_content(draw_dashboard(dashboard["title"], drawn, window))
+                await page.screenshot(path=DASHBOARD_IMAGES / f"{uid}.png", full_page=True)
+                print(f"build/dashboards/{uid}.png", *await page.evaluate(FAULTS), sep="\n  ")
+                await page.close()
+
+
 async def main(wanted: list[str]) -> None:
     """Take the pictures that are wanted; without a name, all."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     every = (*OF_DEMO, *OF_FAKES, "first-start")
-    if strange := [name for name in wanted if name not in every]:
-        raise SystemExit(f"{', '.join(strange)}: there are {', '.join(every)}")
+    if strange := [name for name in wanted if name not in {*every, "dashboards"}]:
+        raise SystemExit(f"{', '.join(strange)}: there are {', '.join(every)}, dashboards")
     names = wanted or list(every)
     with tempfile.TemporaryDirectory() as folder:
         async with async_playwright() as tool:
@@ -219,6 +306,8 @@ async def main(wanted: list[str]) -> None:
                 await demo_shots(browser, of_demo)
             if of_fakes := [name for name in OF_FAKES if name in names]:
                 await busy_fakes(browser, of_fakes)
+            if "dashboards" in names:
+                await dashboard_shots(browser)
             await browser.close()
 
 

@@ -45,8 +45,16 @@ class Monitoring:
     client: httpx.AsyncClient
     posted: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
-    async def query(self, expr: str) -> list[dict[str, Any]]:
-        answer = (await self.client.post(f"{self.prometheus}/api/v1/query", data={"query": expr})).json()
+    async def query(self, expr: str, *, at: float | None = None) -> list[dict[str, Any]]:
+        parameters = {"query": expr} | ({} if at is None else {"time": str(at)})
+        answer = (await self.client.post(f"{self.prometheus}/api/v1/query", data=parameters)).json()
+        assert answer["status"] == "success", (expr, answer)
+        found: list[dict[str, Any]] = answer["data"]["result"]
+        return found
+
+    async def query_range(self, expr: str, *, start: float, end: float, step: float) -> list[dict[str, Any]]:
+        parameters = {"query": expr, "start": start, "end": end, "step": step}
+        answer = (await self.client.post(f"{self.prometheus}/api/v1/query_range", data=parameters)).json()
         assert answer["status"] == "success", (expr, answer)
         found: list[dict[str, Any]] = answer["data"]["result"]
         return found
@@ -60,8 +68,8 @@ class Monitoring:
         found = await self.query(expr)
         return float(found[0]["value"][1]) if found else None
 
-    async def exemplars(self, metric: str) -> list[dict[str, Any]]:
-        parameters = {"query": metric, "start": "0", "end": "99999999999"}
+    async def exemplars(self, expr: str, *, start: float = 0, end: float = 99999999999) -> list[dict[str, Any]]:
+        parameters = {"query": expr, "start": start, "end": end}
         answer = (await self.client.get(f"{self.prometheus}/api/v1/query_exemplars", params=parameters)).json()
         return [each for series in answer["data"] for each in series["exemplars"]]
 

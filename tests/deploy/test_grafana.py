@@ -1,17 +1,19 @@
-"""The dashboards: what their script makes, and a real Prometheus answers every one of their queries."""
+"""The dashboards: what their script makes can be drawn, and a real Prometheus answers every one of their queries."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import subprocess
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 
 from tests.deploy.monitoring import monitoring
+from tests.deploy.panel_drawing import Drawn, Window, draw_dashboard, draw_panel
+from tests.deploy.panels import DASHBOARDS, PLACEHOLDER, UNNAMED, panels_of, series_of, unit_text
 from tests.deploy.services import DEPLOY, ROOT, program
 from tests.deploy.traffic import two_routers
 from tests.waiting import until
@@ -19,8 +21,10 @@ from tests.waiting import until
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.deploy.panels import Query, Series
+
 GRAFANA = DEPLOY / "grafana"
-DASHBOARDS = {path.stem: json.loads(path.read_bytes()) for path in sorted((GRAFANA / "dashboards").glob("*.json"))}
+WINDOW = Window(start=0.0, end=60.0, step=15.0)
 
 
 def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
@@ -84,6 +88,44 @@ def test_every_alert_that_a_panel_can_show_is_linked() -> None:
     assert alerts - linked == {"QarrCertificateExpires"}
 
 
+@pytest.mark.parametrize("name", sorted(DASHBOARDS))
+def test_every_panel_can_be_drawn(name: str) -> None:
+    """Variables are replaced, units are known, legends name their series, and each panel has something to show."""
+    panels = panels_of(DASHBOARDS[name], rate_interval="1m", shown="1h")
+    drawn = [Drawn(panel, [series for query in panel.queries for series in made_up(query)]) for panel in panels]
+    for each in drawn:
+        picture = draw_panel(each, WINDOW)
+        assert escape(each.panel.title) in picture
+        assert not re.search(r"\$\{?\w|\{\{|No data", picture + "".join(query.expr for query in each.panel.queries))
+        if each.panel.kind in {"stat", "bargauge"}:
+            assert unit_text(each.panel.unit, 0.5, each.panel.decimals) in picture
+        if each.panel.kind in {"timeseries", "bargauge"}:
+            assert UNNAMED not in {series.name for series in each.series}
+    page = draw_dashboard(DASHBOARDS[name]["title"], drawn, WINDOW)
+    assert page.count("<section") == len(panels)
+
+
+def made_up(query: Query) -> list[Series]:
+    """Return two series that a query might find."""
+    labels = {*PLACEHOLDER.findall(query.legend), "class", "tier", "instance", "replica", "state"}
+    points = [[at, "0.5"] for at in range(0, 75, 15)]
+    return series_of(query, [{"metric": dict.fromkeys(labels, name), "values": points} for name in ("one", "two")])
+
+
+@pytest.mark.parametrize(
+    ("unit", "value", "text"),
+    [
+        ("short", 12_345, "12.3 K"), ("short", 0.0123, "0.0123"), ("short", 3, "3"), ("none", 1.5, "1.50"), ("short", 0, "0"),
+        ("percentunit", 0.987, "98.7%"), ("percentunit", 1, "100%"), ("percentunit", 0, "0%"),
+        ("s", 0, "0 s"), ("s", 0.0042, "4.20 ms"), ("s", 0.00015, "150 µs"), ("s", 90, "1.50 min"),
+        ("reqps", 2.6, "2.60 req/s"), ("reqps", 1500, "1.50K req/s"), ("count:tok/s", 1500, "1.50K tok/s"),
+    ],
+)  # fmt: skip
+def test_values_are_written_as_grafana_does(unit: str, value: float, text: str) -> None:
+    """Three significant digits, scaled as the unit says."""
+    assert unit_text(unit, value) == text
+
+
 @pytest.mark.anyio
 @pytest.mark.timeout(180)
 async def test_no_panel_is_empty(tmp_path: Path) -> None:
@@ -93,28 +135,31 @@ async def test_no_panel_is_empty(tmp_path: Path) -> None:
         await until(lambda: found.query("job:qarr_requests:sum > 0"))
         await routers.everything()
         asked = [
-            (f"{name}: {panel['title']}", target["expr"].replace("$job", "qarr").replace("$__rate_interval", "2m"))
+            (f"{name}: {panel.title}", query)
             for name, dashboard in DASHBOARDS.items()
-            for panel in panels(dashboard)
-            for target in panel["targets"]
+            for panel in panels_of(dashboard, rate_interval="2m", shown="2m")
+            for query in panel.queries
         ]
         assert len(asked) > 50
 
         async def all_answered() -> bool:
             nonlocal empty
-            empty = [(where, expr) for where, expr in asked if not await found.query(expr)]
+            empty = [(where, query.expr) for where, query in asked if not await found.query(query.expr)]
             if empty:
                 await routers.ordinary()
             return not empty
 
-        empty = asked
+        empty = [(where, query.expr) for where, query in asked]
         try:
             await until(all_answered)
         except AssertionError:
             raise AssertionError(empty) from None
+        for where, query in asked:
+            the_legend_names_its_series(where, query, await found.query(query.expr))
         assert await found.query('sum(qarr_refusals_total{reason="too_long"}) > 0')
         told = {
-            tier: {where for where, expr in asked if await found.tells_of(expr, tier)} for tier in ("balanced", "int8")
+            tier: {where for where, query in asked if await found.tells_of(query.expr, tier)}
+            for tier in ("balanced", "int8")
         }
         # The added tier's router checks no live answers.
         live = {"Live answers that differ", "Live regret", "Live answers checked"}
@@ -123,3 +168,13 @@ async def test_no_panel_is_empty(tmp_path: Path) -> None:
         assert len(told["int8"]) > 15
         for rare in ("qarr_continuations_total", "qarr_live_differing_ratio"):
             assert await found.query(f"sum({rare}) > 0"), rare
+
+
+def the_legend_names_its_series(where: str, query: Query, result: list[dict[str, Any]]) -> None:
+    """Check that the labels of a legend exist, and that no two series have one name."""
+    for label in PLACEHOLDER.findall(query.legend):
+        assert any(label in each["metric"] for each in result), (where, label)
+    names = [series.name for series in series_of(query, result)]
+    if query.legend:
+        assert UNNAMED not in names, where
+        assert len(set(names)) == len(names), (where, names)
