@@ -121,7 +121,7 @@ class Charging:
         except OverBudgetError as over_budget:
             if caller.over_budget != "cheapest":
                 raise
-            cheapest = self._cheapest_tier(decision)
+            cheapest = self._cheapest_tier(decision, pricing)
             cheaper = self._decide_for(cheapest, decision.query)
             if cheaper.tier is None and cheaper.refusal is not Refusal.AT_CAPACITY:
                 raise
@@ -132,9 +132,8 @@ class Charging:
             )
             return reservation, cheaper
 
-    def _cheapest_tier(self, decision: Decision) -> TierName:
+    def _cheapest_tier(self, decision: Decision, pricing: Pricing) -> TierName:
         """Return the tier at which the request may cost least, even if it requires another one."""
-        pricing = self.pricing
         tiers = self._tiers(replace(decision.query, require=False))
         return min(tiers, key=lambda tier: pricing.most(decision, tier))
 
