@@ -41,7 +41,7 @@ from redis.exceptions import (
 )
 
 log = logging.getLogger(f"qarr.{__name__}")
-REDIS_TIMEOUT_S = 2.0  # longer than a busy event loop keeps an answer waiting
+REDIS_TIMEOUT_S = 2.0  # It is longer than a busy event loop keeps an answer waiting.
 # Error replies too: a Redis that is READONLY after a failover, OUT OF MEMORY or LOADING does not serve meanwhile.
 UNAVAILABLE = (RedisError, RedisClusterException, OSError, TimeoutError)
 # Codes of error replies that say why Redis does not serve.

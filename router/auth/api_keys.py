@@ -294,12 +294,7 @@ def add_key(path: Path, name: str, **rights: object) -> tuple[str, KeyRecord]:
     record = _valid(KeyRecord, {**fields, **rights})
     _check_name(name)
     with _changing(path) as key_file:
-        if any(key_record.name == name and key_record.revoked is None for key_record in key_file.keys):
-            raise KeysError(f"there is a key named {name!r} already: revoke it first, or take another name")
-        if any(key_record.id == name for key_record in key_file.keys):
-            raise KeysError(
-                f"{name!r} is the id of another key, and 'qarr keys revoke' takes either: take another name"
-            )
+        _check_name_is_unused(name, key_file)
         if record.team is not None and record.team not in key_file.by_name:
             raise KeysError(f"there is no team {record.team!r}: make it with 'qarr keys team {record.team}'")
         key_file.keys += (record,)
@@ -316,6 +311,14 @@ def _check_name(name: str) -> None:
             f"name: {name!r} has control characters, or spaces at an end; printable characters, and spaces between "
             f"them, are allowed"
         )
+
+
+def _check_name_is_unused(name: str, key_file: KeyFile) -> None:
+    """Refuse the name of a key in force, and any key's id."""
+    if any(key.name == name and key.revoked is None for key in key_file.keys):
+        raise KeysError(f"there is a key named {name!r} already: revoke it first, or take another name")
+    if any(key.id == name for key in key_file.keys):
+        raise KeysError(f"{name!r} is the id of another key, and 'qarr keys revoke' takes either: take another name")
 
 
 def switch_keys(path: Path, *, on: bool) -> KeyFile:

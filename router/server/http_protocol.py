@@ -30,7 +30,7 @@ from router.server.responder import Responder
 from router.server.settings import ServerSettings
 from router.server.uvicorn_adapter import ASGI3Application, RequestResponseCycle, UvicornConnection, encode_head
 
-Refusal = Callable[[Exception, str], Response]  # makes the answer to an error on a path
+Refusal = Callable[[Exception, str], Response]  # It makes the answer to an error on a path.
 
 log = logging.getLogger(f"qarr.{__name__}")
 # A refused client's further bytes are read and discarded: closing at once would destroy the answer, which many clients

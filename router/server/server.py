@@ -80,7 +80,7 @@ class Server(UvicornServer):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections of the given sockets, which listen already."""
-        self.servers = []  # uvicorn's own accept one connection a turn of the event loop
+        self.servers = []  # uvicorn's own would accept one connection a turn of the event loop.
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             sys.exit(STARTUP_FAILURE)
