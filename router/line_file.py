@@ -21,11 +21,16 @@ from typing import Any, TextIO, cast
 from tiers.private_files import OWNER_ONLY, ends_within_line, make_private_folder, open_private
 
 log = logging.getLogger(f"qarr.{__name__}")
-CALM_S = 10.0  # without a lost line, until a file counts as mended: a disk that is nearly full takes some lines
-QUEUED_LINES = 4_000  # a request's is kept with its whole record, some 10 kB, until it is written
-AT_ONCE = 100  # lines that are written together, at most
-GATHERED_S = 0.05  # lines wait for others this long: each waking of a thread takes the interpreter from the event loop
-LAST_LINES_S = 2.0  # longest time for writing what is queued at the end
+# A file counts as mended after this time without a lost line: a disk that is nearly full takes some lines.
+CALM_S = 10.0
+# Most lines that wait: a request's is kept with its whole record, some 10 kB, until it is written.
+QUEUED_LINES = 4_000
+# Most lines that are written together.
+AT_ONCE = 100
+# Lines wait for others this long: each waking of a thread takes the interpreter from the event loop.
+GATHERED_S = 0.05
+# Longest time for writing what is queued at the end.
+LAST_LINES_S = 2.0
 
 
 def begin_line(stream: TextIO) -> None:
@@ -38,10 +43,14 @@ def begin_line(stream: TextIO) -> None:
 
 
 class Losses(logging.Handler):
-    """A handler that counts the lines that it could not write. Named before the handler that writes."""
+    """A handler that counts the lines that it could not write.
 
-    what: str  # loses lines; the subject of the sentences logged
-    _lost, _last = 0, 0.0
+    It comes before the handler that writes among the bases of a class. ``what`` names the file in the log.
+    """
+
+    what: str
+    _lost_lines = 0
+    _last_loss_at = 0.0
 
     def write(self, records: Sequence[logging.LogRecord]) -> None:
         """Write the lines of some records at once: a system call each would take the interpreter from the event loop."""
@@ -56,35 +65,40 @@ class Losses(logging.Handler):
             self.handle(made_record("", logging.CRITICAL, "", whole="\n".join(lines), lines=len(lines)))
 
     def format(self, record: logging.LogRecord) -> str:
-        text: str | None = getattr(record, "whole", None)
-        return super().format(record) if text is None else text
+        formatted_lines: str | None = getattr(record, "whole", None)
+        if formatted_lines is not None:
+            return formatted_lines
+        return super().format(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the library's name
-        before, self._last = self._lost, time.monotonic()
-        self._lost += getattr(record, "lines", 1)
-        if not before:
+        is_first_loss = not self._lost_lines
+        self._last_loss_at = time.monotonic()
+        self._lost_lines += getattr(record, "lines", 1)
+        if is_first_loss:
             error = sys.exception()
             why = getattr(error, "strerror", None) or error
             log.warning("%s cannot be written (%s): lines are lost until the log says how many", self.what, why)
 
     def emit(self, record: logging.LogRecord) -> None:
-        before = self._lost
+        lost_before = self._lost_lines
         super().emit(record)
-        if before and before == self._lost and time.monotonic() - self._last >= CALM_S:
-            self._lost = 0
-            log.warning("%s is written again; up to %d lines are lost", self.what, before)
+        is_written = lost_before == self._lost_lines
+        if lost_before and is_written and time.monotonic() - self._last_loss_at >= CALM_S:
+            self._lost_lines = 0
+            log.warning("%s is written again; up to %d lines are lost", self.what, lost_before)
 
 
 class PrivateFile(Losses, RotatingFileHandler):
     """A rotated file that only its owner may read; ``OSError`` if it cannot be opened.
 
-    It is opened again if it was moved away or removed, as by another router on the same port during a takeover. What is no
-    regular file is never rotated, nor is any if ``max_bytes`` is 0. With ``delay`` it is opened with the first line, since
-    opening some files waits. ``what`` names it in the log.
+    It is opened again if it was moved away or removed, as by another router on the same port during a takeover. Only regular
+    files are rotated, and none is if ``max_bytes`` is 0. With ``delay`` it is opened with the first line, since opening some
+    files waits. ``what`` names it in the log.
     """
 
     def __init__(self, path: Path, max_bytes: int, kept: int, what: str, *, delay: bool = False) -> None:
-        self.what, self._path = f"{what} {path}", path
+        self.what = f"{what} {path}"
+        self._path = path
         super().__init__(
             path, maxBytes=max_bytes, backupCount=kept, encoding="utf-8", errors="backslashreplace", delay=delay
         )
@@ -105,15 +119,15 @@ class PrivateFile(Losses, RotatingFileHandler):
         """Tell whether a line would fill the file; open it again if its name is another file's or nobody's."""
         try:
             state = self._path.stat()
-            own = self.stream is not None and os.path.samestat(state, os.fstat(self.stream.fileno()))
+            is_own = self.stream is not None and os.path.samestat(state, os.fstat(self.stream.fileno()))
         except OSError:
-            own = False
-        if not own:
+            is_own = False
+        if not is_own:
             self.close()
             self.stream = self._open()
             return False
-        full = self.maxBytes and state.st_size + len(self.format(record)) > self.maxBytes
-        return bool(full and stat.S_ISREG(state.st_mode) and state.st_size)
+        would_be_full = self.maxBytes and state.st_size + len(self.format(record)) > self.maxBytes
+        return bool(would_be_full and stat.S_ISREG(state.st_mode) and state.st_size)
 
     def rotate(self, source: str, dest: str) -> None:
         super().rotate(source, dest)
@@ -124,13 +138,14 @@ class PrivateFile(Losses, RotatingFileHandler):
 class Writer(QueueListener):
     """Hands log records to handlers in a thread of its own, so that nobody waits for a disk or a terminal.
 
-    ``what`` names in the log what they write, when lines are left out; empty: it is the log itself.
+    ``what`` names the file in the log when lines are left out of it; it is empty for the log itself.
     """
 
     def __init__(self, *handlers: logging.Handler, what: str = "") -> None:
         self._waiting: SimpleQueue[Any] = SimpleQueue()
         super().__init__(self._waiting, *handlers)
-        self._left_out, self._what = 0, what
+        self._left_out = 0
+        self._what = what
         self._gathered: list[logging.LogRecord] = []
         self.start()
 
@@ -138,13 +153,14 @@ class Writer(QueueListener):
         if self._waiting.qsize() >= QUEUED_LINES:
             self._left_out += 1
             return
-        self._tell_left_out()
+        self._report_left_out()
         self._waiting.put(item)
 
-    put_nowait = put  # as the library's handler calls it
+    put_nowait = put  # The library's handler calls it by this name.
 
-    def _tell_left_out(self) -> None:
-        left_out, self._left_out = self._left_out, 0
+    def _report_left_out(self) -> None:
+        left_out = self._left_out
+        self._left_out = 0
         text = "lines are left out here: they came faster than they could be written"
         if left_out and self._what:
             log.warning("%s: %d %s", self._what, left_out, text)
@@ -156,11 +172,13 @@ class Writer(QueueListener):
             self._write()
             time.sleep(GATHERED_S)
         item = self._waiting.get(block)
-        if item is None:  # the end
+        is_end = item is None
+        if is_end:
             self._write()
         return item
 
     def handle(self, record: Any) -> None:
+        """Gather a log record, or call a function in its place in the queue."""
         if isinstance(record, logging.LogRecord):
             self._gathered.append(record)
             if len(self._gathered) >= AT_ONCE:
@@ -171,17 +189,22 @@ class Writer(QueueListener):
             record()
 
     def _write(self) -> None:
-        records, self._gathered = self._gathered, []
-        for handler in self.handlers if records else ():
+        records = self._gathered
+        self._gathered = []
+        if not records:
+            return
+        for handler in self.handlers:
             with suppress(Exception):
                 cast("Losses", handler).write(records)
 
     def close(self) -> bool:
-        thread, self._thread = self._thread, None
+        """End the thread once it has written what waits; return whether it has ended within ``LAST_LINES_S``."""
+        thread = self._thread
+        self._thread = None
         if thread is None:
             return True
-        self._tell_left_out()
-        self._waiting.put(None)  # ends the library's loop
+        self._report_left_out()
+        self._waiting.put(None)  # This ends the library's loop.
         thread.join(LAST_LINES_S)
         return not thread.is_alive()
 
@@ -189,12 +212,21 @@ class Writer(QueueListener):
 _RECORD = logging.makeLogRecord({}).__dict__
 
 
-def made_record(name: str, level: int, text: str, **more: Any) -> logging.LogRecord:
+def made_record(name: str, level: int, text: str, **attributes: Any) -> logging.LogRecord:
     """Return a log record that does not come from a logger."""
-    record = logging.LogRecord.__new__(logging.LogRecord)  # its constructor looks for a file, a thread and a process
+    # Its constructor would look for a file, a thread and a process.
+    record = logging.LogRecord.__new__(logging.LogRecord)
     now = time.time()
-    kind = {"name": name, "levelno": level, "levelname": logging.getLevelName(level), "msg": text}
-    record.__dict__.update(_RECORD, **kind, created=now, msecs=now * 1000 % 1000, **more)
+    record.__dict__.update(
+        _RECORD,
+        name=name,
+        levelno=level,
+        levelname=logging.getLevelName(level),
+        msg=text,
+        created=now,
+        msecs=now * 1000 % 1000,
+        **attributes,
+    )
     return record
 
 
@@ -216,16 +248,19 @@ class _Lines(PrivateFile):
         try:
             if self.shouldRollover(record):
                 self.doRollover()
-                self._head = ""  # opened with the next line
+                self._head = ""  # The new file is opened with the next line, and needs its head.
         except OSError:
             self.handleError(record)
             return
         if head != self._head:
-            self._head, record.msg = head, f"{head}\n{record.msg}"
+            self._head = head
+            record.msg = f"{head}\n{record.msg}"
         super().emit(record)
 
 
 class LineWriter:
+    """A rotated file of lines, written by a thread; each file begins with the head that is given with its first line."""
+
     def __init__(self, path: Path, what: str, max_bytes: int = 0, kept: int = 0) -> None:
         self._file = _Lines(path, max_bytes, kept, what, delay=True)
         self._writer = Writer(self._file, what=self._file.what)

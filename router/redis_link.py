@@ -41,7 +41,7 @@ from redis.exceptions import (
 )
 
 log = logging.getLogger(f"qarr.{__name__}")
-REDIS_TIMEOUT_S = 2.0  # longer than a busy event loop keeps an answer waiting
+REDIS_TIMEOUT_S = 2.0  # It is longer than a busy event loop keeps an answer waiting.
 # Error replies too: a Redis that is READONLY after a failover, OUT OF MEMORY or LOADING does not serve meanwhile.
 UNAVAILABLE = (RedisError, RedisClusterException, OSError, TimeoutError)
 # Codes of error replies that say why Redis does not serve.
@@ -49,8 +49,12 @@ CODES = (
     "READONLY", "LOADING", "MASTERDOWN", "NOREPLICAS", "CLUSTERDOWN", "OOM", "MISCONF", "BUSY", "NOPERM", "NOAUTH",
     "WRONGPASS",
 )  # fmt: skip
-NO_MASTER = {"READONLY", "LOADING", "MASTERDOWN", "NOREPLICAS", "CLUSTERDOWN"}  # another Redis may be it by now
-NO_SCRIPTS, TIMEOUT, UNREACHABLE, OTHER = "NOSCRIPTS", "TIMEOUT", "UNREACHABLE", "OTHER"
+# With these a Redis says that it is no master, or not yet; another one may be it by now.
+NO_MASTER = {"READONLY", "LOADING", "MASTERDOWN", "NOREPLICAS", "CLUSTERDOWN"}
+NO_SCRIPTS = "NOSCRIPTS"
+TIMEOUT = "TIMEOUT"
+UNREACHABLE = "UNREACHABLE"
+OTHER = "OTHER"
 CAUSES = (*CODES, NO_SCRIPTS, TIMEOUT, UNREACHABLE, OTHER)
 # Redis 6 quotes the code in the middle of an error of a script: "ERR Error running script ... -READONLY You can't write".
 _CODE = re.compile(rf"(?:^|[\s-])({'|'.join(CODES)})\b")
@@ -86,8 +90,8 @@ class RedisState:
 
     def __init__(self, use: RedisUse) -> None:
         self.use = use
-        self.cause: str | None = None  # one of CAUSES; None: Redis serves, or was not asked yet
-        self.failures: Counter[str] = Counter()  # by cause
+        self.cause: str | None = None  # One of ``CAUSES``; None if Redis serves, or was not asked yet.
+        self.failures: Counter[str] = Counter()  # How many there were of each cause.
 
     @property
     def serves(self) -> bool:
@@ -124,14 +128,14 @@ class Script:
         return cls.of("".join(Path(module).with_name(name).read_text("utf-8") for name in names))
 
 
-# It writes each time, as the next one does.
+# Returns a key's value, which it makes if there is none, and the present second. It writes each time, as the next one does.
 _NAME = Script.of(
     "local second = redis.call('TIME')[1] "
     "local name = redis.call('GET', KEYS[1]) or ARGV[1] .. ' ' .. second "
     "redis.call('SET', KEYS[1], name) "
     "return {name, second}"
 )
-# It writes, since a Redis may answer and yet refuse to write.
+# Returns the time. It writes, since a Redis may answer and yet refuse to write.
 _PROBE = Script.of("redis.call('SET', KEYS[1], '', 'PX', 1000) return redis.call('TIME')")
 
 
@@ -140,11 +144,13 @@ class RedisLink:
 
     def __init__(self, url: str, use: RedisUse, connections: int) -> None:
         self.state = RedisState(use)
-        self._url, self._connections = url, connections
+        self._url = url
+        self._connections = connections
         self._client: Any = None
         self._is_cluster = False
         self._opening = asyncio.Lock()
-        self._free = asyncio.Semaphore(connections)  # a client of a cluster refuses commands that have no connection
+        # A client of a cluster refuses commands for which it has no free connection: they wait for one here.
+        self._free_connections = asyncio.Semaphore(connections)
         self._clocks: defaultdict[str, RedisClock] = defaultdict(RedisClock)
         self._knows_evalsha = True
 
@@ -166,47 +172,48 @@ class RedisLink:
 
     async def time_at(self, moment: float, key: str) -> float:
         """Return the time, in Unix seconds at a moment of the monotonic clock, of the Redis that has a key."""
-        shown = self._clock_of(key).at(moment)
-        if shown is None:
+        redis_time = self._clock_of(key).at(moment)
+        if redis_time is None:
             seconds, microseconds = await self._serve(lambda client: client.time(**self._target(key)))
             self.learn_time(seconds + microseconds / 1e6, key)
-            shown = self._clock_of(key).at(moment)
-            assert shown is not None
-        return shown
+            redis_time = self._clock_of(key).at(moment)
+            assert redis_time is not None
+        return redis_time
 
-    def learn_time(self, shown: float, key: str) -> None:
+    def learn_time(self, redis_time: float, key: str) -> None:
         """Take over the time that the Redis which has a key has just shown."""
-        self._clock_of(key).learn(shown)
+        self._clock_of(key).learn(redis_time)
 
     async def aclose(self) -> None:
         if self._client is not None:
             await self._client.aclose()
             self._client = None
 
-    async def _serve(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
+    async def _serve(self, command: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Execute a command with the client, within ``REDIS_TIMEOUT_S``; after a failure connect anew the next time."""
         try:
-            async with asyncio.timeout(REDIS_TIMEOUT_S), self._free:
-                try:
-                    return await work(await self._opened())
-                except UNAVAILABLE as error:
-                    if not await self._turns_elsewhere(error):
-                        raise
-                    cause = cause_of(error)
-                # What was redirected or refused was not executed, so it may be repeated.
-                answer = await work(await self._opened())
-                if cause in NO_MASTER:
-                    self.state.failures[cause] += 1
-                    log.info(
-                        "Redis refused to serve %s (%s), and another one behind its address serves",
-                        self.state.use,
-                        cause,
-                    )
-                return answer
+            async with asyncio.timeout(REDIS_TIMEOUT_S), self._free_connections:
+                return await self._execute_anywhere(command)
         except UNAVAILABLE:
             await self._drop_connections()
             raise
 
-    async def _turns_elsewhere(self, error: BaseException) -> bool:
+    async def _execute_anywhere(self, command: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Execute a command; if one Redis refuses it and another may serve it, execute it there."""
+        try:
+            return await command(await self._opened())
+        except UNAVAILABLE as error:
+            if not await self._turn_elsewhere(error):
+                raise
+            cause = cause_of(error)
+        # A command that was redirected or refused was not executed, so it may be repeated.
+        answer = await command(await self._opened())
+        if cause in NO_MASTER:
+            self.state.failures[cause] += 1
+            log.info("Redis refused to serve %s (%s), and another one behind its address serves", self.state.use, cause)
+        return answer
+
+    async def _turn_elsewhere(self, error: BaseException) -> bool:
         """Turn away from a Redis that refused a command; return whether another one may serve it."""
         if isinstance(error, MovedError) and not self._is_cluster:
             self._is_cluster = True
@@ -225,6 +232,7 @@ class RedisLink:
         return self._client
 
     async def _open(self) -> Any:
+        """Connect to the Redis of the address, or to the cluster that it belongs to."""
         if not self._is_cluster:
             client = connect(self._url, self._connections)
             try:
@@ -235,10 +243,13 @@ class RedisLink:
             if not self._is_cluster:
                 return client
             await client.aclose()
+        return await self._open_cluster()
+
+    async def _open_cluster(self) -> Any:
         cluster = connect_cluster(self._url)
         try:
             return await cluster.initialize()
-        except IndexError:  # the client's answer to a cluster that is being made
+        except IndexError:  # The client raises it for a cluster that is being made.
             await cluster.aclose()
             raise ClusterDownError("no node has hash slots", status_code="CLUSTERDOWN") from None
         except BaseException:
@@ -246,18 +257,18 @@ class RedisLink:
             raise
 
     async def _drop_connections(self) -> None:
-        """Connect anew for the next command. The client of a cluster does so by itself."""
+        """Connect anew for the next command. The client of a cluster does that by itself."""
         self._clocks.clear()
         if self._client is not None and not self._is_cluster:
             pool = self._client.connection_pool
             await pool.update_active_connections_for_reconnect()
             await pool.disconnect(inuse_connections=False)
 
-    async def _run(self, client: Any, script: Script, rest: tuple[Any, ...]) -> Any:
+    async def _run(self, client: Any, script: Script, operands: tuple[Any, ...]) -> Any:
         """Run a script by its name, or as a text where Redis does not know it yet or knows no names."""
         if self._knows_evalsha:
             try:
-                return await client.execute_command("EVALSHA", script.sha, *rest)
+                return await client.execute_command("EVALSHA", script.sha, *operands)
             except NoScriptError:
                 pass
             except ResponseError as error:
@@ -265,7 +276,7 @@ class RedisLink:
                     raise
                 self._knows_evalsha = False
         try:
-            return await client.execute_command("EVAL", script.text, *rest)
+            return await client.execute_command("EVAL", script.text, *operands)
         except ResponseError as error:
             if not _is_refused(error, "eval"):
                 raise
@@ -275,18 +286,22 @@ class RedisLink:
             await client.script_load(script.text)
         except ResponseError as error:
             raise NoScriptsError(str(error)) from None
-        return await client.execute_command("EVALSHA", script.sha, *rest)
+        return await client.execute_command("EVALSHA", script.sha, *operands)
 
     def _clock_of(self, key: str) -> RedisClock:
         """Return the clock of the node that has a key: clocks of nodes differ."""
         target = self._target(key)
-        return self._clocks[target["target_nodes"].name if target else ""]
+        node_name = target["target_nodes"].name if target else ""
+        return self._clocks[node_name]
 
     def _target(self, key: str) -> dict[str, Any]:
+        """Return the arguments that send a command to the node of a cluster that has a key."""
         if not self._is_cluster or self._client is None:
             return {}
         node = self._client.get_node_from_key(key)
-        return {} if node is None else {"target_nodes": node}
+        if node is None:
+            return {}
+        return {"target_nodes": node}
 
 
 def connect(url: str, connections: int) -> Any:
@@ -317,11 +332,15 @@ def connect_cluster(url: str) -> Any:
 
 async def _belongs_to_cluster(client: Any) -> bool:
     try:
-        told = await client.execute_command("HELLO")
-    except ResponseError:  # an old Redis, or a proxy: if it is of a cluster, it redirects a command sooner or later
+        answer = await client.execute_command("HELLO")
+    except ResponseError:
+        # It is an old Redis, or a proxy. If it belongs to a cluster, it redirects a command sooner or later.
         return False
-    pairs = told if isinstance(told, Mapping) else dict(zip(told[::2], told[1::2], strict=False))
-    return pairs.get("mode") == "cluster"
+    if not isinstance(answer, Mapping):
+        names = answer[::2]
+        values = answer[1::2]
+        answer = dict(zip(names, values, strict=False))
+    return bool(answer.get("mode") == "cluster")
 
 
 def _is_refused(error: ResponseError, command: str) -> bool:
@@ -340,25 +359,31 @@ async def check_redis(url: str) -> str | None:
         await link.run(_PROBE, ["qarr:tried"], [])
         return await _warning_of(link)
     except UNAVAILABLE as error:
-        if cause_of(error) == NO_SCRIPTS:
-            remedy = "allow its user EVAL, or EVALSHA and SCRIPT LOAD"
-        elif any(text in str(error) for text in _NO_SUCH_DATABASE):
-            remedy = "name a database that it has (a Redis Cluster has database 0 alone)"
-        else:
+        remedy = _remedy_for(error)
+        if remedy is None:
             return None
-        said = str(error).partition(", with args")[0]  # the rest repeats the script
-        raise RedisSetupError(f"state.redis_url: this Redis cannot count for routers ({said}): {remedy}") from None
+        message = str(error).partition(", with args")[0]  # The arguments would repeat the script.
+        raise RedisSetupError(f"state.redis_url: this Redis cannot count for routers ({message}): {remedy}") from None
     finally:
         await link.aclose()
 
 
+def _remedy_for(error: BaseException) -> str | None:
+    """Return what to do about a Redis that can never serve; None if it may serve later."""
+    if cause_of(error) == NO_SCRIPTS:
+        return "allow its user EVAL, or EVALSHA and SCRIPT LOAD"
+    if any(text in str(error) for text in _NO_SUCH_DATABASE):
+        return "name a database that it has (a Redis Cluster has database 0 alone)"
+    return None
+
+
 async def _warning_of(link: RedisLink) -> str | None:
     try:
-        told = await link.execute("INFO", "memory")
-    except UNAVAILABLE:  # it is not told to this user
+        memory = await link.execute("INFO", "memory")
+    except UNAVAILABLE:  # This user may not ask for it.
         return None
-    policy = told.get("maxmemory_policy", "noeviction")
-    if policy == "noeviction" or not told.get("maxmemory"):
+    policy = memory.get("maxmemory_policy", "noeviction")
+    if policy == "noeviction" or not memory.get("maxmemory"):
         return None
     return f"Redis evicts data when it is full (maxmemory-policy {policy}): quotas then count anew; set noeviction"
 
@@ -381,11 +406,13 @@ def _code_of(error: BaseException) -> str | None:
     code = getattr(error, "status_code", None)
     if code in CODES:
         return str(code)
-    text = str(error) if isinstance(error, ResponseError) else ""
+    if not isinstance(error, ResponseError):
+        return None
+    text = str(error)
     if _FORBIDDEN_IN_SCRIPT in text:
         return "NOPERM"
-    found = _CODE.search(text)
-    return None if found is None else found[1]
+    match = _CODE.search(text)
+    return None if match is None else match[1]
 
 
 def outage(error: BaseException) -> str:
@@ -399,9 +426,11 @@ class RedisClock:
     def __init__(self) -> None:
         self._ahead_s: float | None = None
 
-    def learn(self, shown: float) -> None:
-        self._ahead_s = shown - time.monotonic()
+    def learn(self, redis_time: float) -> None:
+        self._ahead_s = redis_time - time.monotonic()
 
     def at(self, moment: float) -> float | None:
         """Return Redis' time, in Unix seconds, at a moment of the monotonic clock; None: it has shown none yet."""
-        return None if self._ahead_s is None else moment + self._ahead_s
+        if self._ahead_s is None:
+            return None
+        return moment + self._ahead_s

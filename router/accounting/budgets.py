@@ -9,7 +9,7 @@ from typing import NamedTuple
 from router.auth.api_keys import Account, Limit, Span, shown
 from router.telemetry.record import Cost
 
-LEASE_S = 180.0  # after which the reservation of a dead router is free again
+LEASE_S = 180.0  # The reservations of a dead router are free again after this time.
 
 
 class Periods(NamedTuple):
@@ -26,37 +26,56 @@ def periods(at: float) -> Periods:
 
 def renews_at(span: Span, at: float) -> datetime:
     day = datetime.fromtimestamp(at, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
-    return day + timedelta(days=1) if span == "day" else (day.replace(day=1) + timedelta(days=32)).replace(day=1)
+    if span == "day":
+        return day + timedelta(days=1)
+    some_day_of_next_month = day.replace(day=1) + timedelta(days=32)
+    return some_day_of_next_month.replace(day=1)
 
 
-Used = dict[tuple[str, str], Cost]  # by account id and period: spent and reserved
+Used = dict[tuple[str, str], Cost]  # What is spent and reserved, by account id and period.
 
 
 class Hold(NamedTuple):
-    """What an open request reserves."""
+    """What an open request reserves.
+
+    Attributes:
+        accounts: The accounts that it counts against.
+        periods: The day and month in which it began, and counts.
+        times: It is bounded by this many times the accounts' limits.
+    """
 
     id: str
-    accounts: tuple[Account, ...]  # those that it counts against
-    periods: Periods  # in which it began, and counts
+    accounts: tuple[Account, ...]
+    periods: Periods
     reserved: Cost
-    times: int = 1  # so many times their limits bound it
+    times: int = 1
 
     @property
     def places(self) -> list[tuple[str, str]]:
         return [(account.id, period) for account in self.accounts for period in self.periods]
 
     def broken(self, used: Used) -> tuple[Account, Limit] | None:
+        """Return the first limit that the hold would break on top of what is used; None: it breaks none."""
         for account in self.accounts:
             for limit in account.limits:
-                there = used[account.id, getattr(self.periods, limit.span)]
-                if getattr(there, limit.unit) + getattr(self.reserved, limit.unit) > limit.amount * self.times:
+                used_cost = used[account.id, getattr(self.periods, limit.span)]
+                used_amount = getattr(used_cost, limit.unit)
+                reserved_amount = getattr(self.reserved, limit.unit)
+                if used_amount + reserved_amount > limit.amount * self.times:
                     return account, limit
         return None
 
 
 class Reserved(NamedTuple):
-    used: Used  # before the request, of its accounts and periods
-    denied: tuple[Account, Limit] | None  # the limit that it would break; None: it holds what it asked for
+    """An answer of a ledger.
+
+    Attributes:
+        used: What was used of the request's accounts and periods before it.
+        denied: The limit that the request would break; None if the reservation is made.
+    """
+
+    used: Used
+    denied: tuple[Account, Limit] | None
 
 
 class OverBudgetError(Exception):
@@ -65,28 +84,37 @@ class OverBudgetError(Exception):
     Attributes:
         used: Millionths of it, with what is reserved.
         left: Millionths that a request may still reserve.
-        retry_after_s: None: the request alone is larger than the budget.
+        retry_after_s: Seconds until the budget renews; None if the request alone is larger than the budget.
     """
 
-    def __init__(self, hold: Hold, taken: Reserved, at: float, currency: str) -> None:
-        assert taken.denied is not None
-        self.account, self.limit = taken.denied
-        span, unit, amount = self.limit
-        self.used: int = getattr(taken.used[self.account.id, getattr(hold.periods, span)], unit)
-        self.left = max(amount * hold.times - self.used, 0)
-        asked: int = getattr(hold.reserved, unit)
-        self.text, self.renews = self.limit.text(currency), renews_at(span, at)
-        self.retry_after_s = None if asked > amount * hold.times else math.ceil(self.renews.timestamp() - at)
+    def __init__(self, hold: Hold, reserved: Reserved, at: float, currency: str) -> None:
+        assert reserved.denied is not None
+        self.account, self.limit = reserved.denied
+        unit = self.limit.unit
+        period = getattr(hold.periods, self.limit.span)
+        bound = self.limit.amount * hold.times
+        needed: int = getattr(hold.reserved, unit)
+        self.used: int = getattr(reserved.used[self.account.id, period], unit)
+        self.left = max(bound - self.used, 0)
+        self.text = self.limit.text(currency)
+        self.renews = renews_at(self.limit.span, at)
+        self.retry_after_s: int | None = None
+        if needed <= bound:
+            self.retry_after_s = math.ceil(self.renews.timestamp() - at)
+        super().__init__(f"{self._budget(hold.times)}, {self._obstacle(needed)}")
+
+    def _budget(self, times: int) -> str:
         budget = f"the budget of {self.account.title}, {self.text}"
-        if hold.times > 1:
-            budget += f", and {hold.times} times that on the cheapest tier"
+        if times > 1:
+            budget += f", and {times} times that on the cheapest tier"
+        return budget
+
+    def _obstacle(self, needed: int) -> str:
         if self.retry_after_s is None:
-            why = f"is smaller than this request alone, which may need {shown(asked)}: ask for fewer max_tokens"
-        else:
-            left = f"has {shown(self.left)} left" if self.left else "is used up"
-            renews = f"it renews at {self.renews:%Y-%m-%dT%H:%M:%SZ}"
-            why = f"{left}, and this request may need {shown(asked)}; {renews}"
-        super().__init__(f"{budget}, {why}")
+            return f"is smaller than this request alone, which may need {shown(needed)}: ask for fewer max_tokens"
+        state = f"has {shown(self.left)} left" if self.left else "is used up"
+        renewal = f"it renews at {self.renews:%Y-%m-%dT%H:%M:%SZ}"
+        return f"{state}, and this request may need {shown(needed)}; {renewal}"
 
 
 class BudgetUnknownError(Exception):

@@ -25,31 +25,42 @@ from tiers.fleet import Fleet
 from tiers.spec import TierName, TierSpec
 
 HOUR_S = 3600
-HARD_STOP = 2  # times the budget, that the cheapest tier may go up to
-FALLBACK = Rate(100.0, 10_000.0)  # of a tier whose speed is not known yet
+HARD_STOP = 2  # The cheapest tier may go up to this many times a budget.
+FALLBACK = Rate(100.0, 10_000.0)  # The rates of a tier whose speed is not known yet.
 OVER_BUDGET_HEADER = "x-qarr-over-budget"
 
 
 @dataclass(frozen=True, slots=True)
 class Pricing:
-    """What tiers cost beside one another."""
+    """What tiers cost beside one another.
 
-    weights: Mapping[TierName, float]  # a second of a tier's replica, in seconds of a replica of the highest tier
-    highest: TierName  # the highest tier that has engines
-    replica_hour: float = 0.0  # price of an hour of one replica of that tier; 0: none is known
+    Attributes:
+        weights: What a second of each tier's replica costs, in seconds of a replica of the highest tier.
+        highest: The highest tier that has engines.
+        replica_hour: The price of an hour of one replica of that tier; 0 if none is known.
+    """
+
+    weights: Mapping[TierName, float]
+    highest: TierName
+    replica_hour: float = 0.0
 
     def cost(self, decision: Decision, usage: Iterable[TierUsage]) -> Cost:
         engine_us = 0
-        for tier, prompt, cached, output in usage:
+        for tier, prompt_tokens, cached_tokens, output_tokens in usage:
             rate = decision.rate(tier) or FALLBACK
-            us = max(prompt - cached, 0) * rate.prompt_us + output * rate.output_us
-            engine_us += math.ceil(us * self.weights.get(tier, 1.0))
-        return Cost(engine_us, math.ceil(engine_us * self.replica_hour / HOUR_S) if self.replica_hour else 0)
+            computed_tokens = max(prompt_tokens - cached_tokens, 0)
+            tier_us = computed_tokens * rate.prompt_us + output_tokens * rate.output_us
+            engine_us += math.ceil(tier_us * self.weights.get(tier, 1.0))
+        if not self.replica_hour:
+            return Cost(engine_us, 0)
+        return Cost(engine_us, math.ceil(engine_us * self.replica_hour / HOUR_S))
 
     def most(self, decision: Decision, tier: TierName) -> Cost:
         """Return what a request may cost at most: no prompt token is cached, and every answer has its full length."""
         query = decision.query
-        return self.cost(decision, (TierUsage(tier, query.tokens_to_read, 0, query.max_tokens * query.sequences),))
+        output_tokens = query.max_tokens * query.sequences
+        usage = TierUsage(tier, prompt=query.tokens_to_read, cached=0, output=output_tokens)
+        return self.cost(decision, (usage,))
 
 
 def pricing_of(specs: Sequence[TierSpec], prices: Mapping[TierName, float], replica_hour: float | None) -> Pricing:
@@ -59,30 +70,38 @@ def pricing_of(specs: Sequence[TierSpec], prices: Mapping[TierName, float], repl
     ``replica_hour`` is the price of an hour of one replica of the highest tier; None: none is known.
     """
     highest = next((spec for spec in reversed(specs) if not spec.absent), specs[-1])
-    raw = {spec.name: prices.get(spec.name, 1.0) if prices else float(spec.world_size) for spec in specs}
-    weights = {name: value / raw[highest.name] for name, value in raw.items()}
+    if prices:
+        replica_prices = {spec.name: prices.get(spec.name, 1.0) for spec in specs}
+    else:
+        replica_prices = {spec.name: float(spec.world_size) for spec in specs}
+    weights = {name: price / replica_prices[highest.name] for name, price in replica_prices.items()}
     return Pricing(weights, highest.name, replica_hour or 0.0)
+
+
+PricingInputs = tuple[Sequence[TierSpec], Mapping[TierName, float], float | None]  # The arguments of ``pricing_of``.
 
 
 @dataclass(slots=True)
 class Charging:
-    """Reserves what requests may cost."""
+    """Reserves what requests may cost; ``prices`` are weights of an engine-second (``policy.prices``)."""
 
     reservations: Reservations
     fleet: Fleet
     policy: PolicyStore
-    prices: Mapping[TierName, float]  # weights of an engine-second (``policy.prices``)
-    _made: tuple[tuple[object, ...], Pricing] | None = field(default=None, init=False)
+    prices: Mapping[TierName, float]
+    _last_pricing: tuple[PricingInputs, Pricing] | None = field(default=None, init=False)
 
     def use(self, settings: Settings) -> None:
-        self.prices, self.reservations.settings = settings.policy.prices, settings.budgets
+        self.prices = settings.policy.prices
+        self.reservations.settings = settings.budgets
 
     @property
     def pricing(self) -> Pricing:
-        given = self.fleet.specs, self.prices, self.reservations.settings.replica_hour
-        if self._made is None or self._made[0] != given:
-            self._made = given, pricing_of(*given)
-        return self._made[1]
+        """Return the pricing of the present fleet and settings, which is made again only when one of them has changed."""
+        inputs = (self.fleet.specs, self.prices, self.reservations.settings.replica_hour)
+        if self._last_pricing is None or self._last_pricing[0] != inputs:
+            self._last_pricing = (inputs, pricing_of(*inputs))
+        return self._last_pricing[1]
 
     async def reserve(
         self, caller: Caller, decision: Decision, headers: dict[str, str]
@@ -90,48 +109,77 @@ class Charging:
         """Reserve the most that a request may cost at any tier that may serve it.
 
         Over budget, a key that says so gets the cheapest tier, up to ``HARD_STOP`` times its budgets: the request then has
-        another decision, and ``headers`` get one that says so. ``OverBudgetError``: a budget does not allow it now.
+        another decision, and ``headers`` get one that says so.
+
+        Raises:
+            OverBudgetError: A budget does not allow the request now.
         """
-        pricing, accounts = self.pricing, caller.accounts
+        pricing = self.pricing
         try:
-            most = max(pricing.most(decision, tier) for tier in self._tiers(decision.query))
-            return await self.reservations.enter(accounts, most), decision
-        except OverBudgetError as over:
+            highest_cost = max(pricing.most(decision, tier) for tier in self._tiers(decision.query))
+            return await self.reservations.enter(caller.accounts, highest_cost), decision
+        except OverBudgetError as over_budget:
             if caller.over_budget != "cheapest":
                 raise
-            tiers = self._tiers(replace(decision.query, require=False))
-            cheapest = min(tiers, key=lambda tier: pricing.most(decision, tier))
-            query = replace(decision.query, allowed=frozenset({cheapest}), over_budget=True)
-            cheaper = decide(query, self.fleet.snapshot(prefix=query.prefix), self.policy.table)
+            cheapest = self._cheapest_tier(decision, pricing)
+            cheaper = self._decide_for(cheapest, decision.query)
             if cheaper.tier is None and cheaper.refusal is not Refusal.AT_CAPACITY:
                 raise
-            reservation = await self.reservations.enter(accounts, pricing.most(cheaper, cheapest), HARD_STOP)
+            cheapest_cost = pricing.most(cheaper, cheapest)
+            reservation = await self.reservations.enter(caller.accounts, cheapest_cost, HARD_STOP)
             headers[OVER_BUDGET_HEADER] = (
-                f"too little left of {over.account.title}'s {over.text}: only {cheapest} may serve"
+                f"too little left of {over_budget.account.title}'s {over_budget.text}: only {cheapest} may serve"
             )
             return reservation, cheaper
 
+    def _cheapest_tier(self, decision: Decision, pricing: Pricing) -> TierName:
+        """Return the tier at which the request may cost least, even if it requires another one."""
+        tiers = self._tiers(replace(decision.query, require=False))
+        return min(tiers, key=lambda tier: pricing.most(decision, tier))
+
+    def _decide_for(self, tier: TierName, query: Query) -> Decision:
+        """Decide a request that is over budget again, with one tier alone."""
+        cheaper_query = replace(query, allowed=frozenset({tier}), over_budget=True)
+        return decide(cheaper_query, self.fleet.snapshot(prefix=cheaper_query.prefix), self.policy.table)
+
     def _tiers(self, query: Query) -> list[TierName]:
-        only = query.hint if query.require else None
-        length = query.prompt_tokens + query.max_tokens
-        found = [
+        """Return the tiers that may compute any of a request: its reservation covers the dearest of them.
+
+        ``Admission._specs`` looks alike, but answers for which tiers a request may wait, and differs in three conditions:
+
+        - A tier without engines is left out here, where its price would raise the reservation. In a queue it does no harm,
+          since no slot of it ever becomes free.
+        - What the request itself allows (``Query.takes``) is left out of account here: then a reservation may be too
+          large, which its settlement corrects, but never too small.
+        - At least one tier is returned here, since every reservation needs a price.
+        """
+        required_tier = query.hint if query.require else None
+        needed_length = query.prompt_tokens + query.max_tokens
+        tiers = [
             spec.name
             for spec in self.fleet.specs
             if query.allows(spec.name)
-            and only in {None, spec.name}
+            and required_tier in {None, spec.name}
             and not spec.absent
-            and length <= spec.max_model_len
+            and needed_length <= spec.max_model_len
         ]
-        return found or [self.pricing.highest]
+        return tiers or [self.pricing.highest]
 
 
 def usage_of(decision: Decision, answer: EngineAnswer) -> tuple[TierUsage, ...]:
-    prompt = answer.usage.get("prompt_tokens", decision.query.tokens_to_read)
+    """Return what each engine read and computed of an answer: the first one, then those that continued it.
+
+    One that continued an answer is taken to have read the prompt and what came before, unless it reports something else.
+    """
+    prompt_tokens = answer.usage.get("prompt_tokens", decision.query.tokens_to_read)
     parts = answer.parts
-    done = max(answer.output_tokens - sum(part.output_tokens for part in parts), 0)
-    found = [TierUsage(answer.tier, prompt, answer.cached_tokens or 0, done)]
+    output_before = max(answer.output_tokens - sum(part.output_tokens for part in parts), 0)
+    usage = [
+        TierUsage(answer.tier, prompt=prompt_tokens, cached=answer.cached_tokens or 0, output=output_before),
+    ]
     for part in parts:
-        read = part.usage.get("prompt_tokens", prompt + done)
-        found.append(TierUsage(part.tier, read, part.cached_tokens or 0, part.output_tokens))
-        done += part.output_tokens
-    return tuple(found)
+        read_tokens = part.usage.get("prompt_tokens", prompt_tokens + output_before)
+        cached_tokens = part.cached_tokens or 0
+        usage.append(TierUsage(part.tier, prompt=read_tokens, cached=cached_tokens, output=part.output_tokens))
+        output_before += part.output_tokens
+    return tuple(usage)

@@ -19,7 +19,7 @@ from typing import TypeVar
 from tiers.private_files import make_private_folder, open_private
 
 T = TypeVar("T")
-BUSY_S = 10.0  # that a change waits for those of other processes
+BUSY_S = 10.0  # A change waits this long for those of other processes.
 _TABLES = Path(__file__).with_name("tables.sql")
 
 
@@ -27,7 +27,8 @@ class Database:
     """The file; opened, and made if it is missing, when it is first used."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.fault = path, ""  # why the last change failed; empty: it did not
+        self.path = path
+        self.fault = ""  # Why the last change failed; empty if it did not.
         self._connection: sqlite3.Connection | None = None
         self._lock: int | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -39,7 +40,8 @@ class Database:
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "qarr-usage")
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, self._change, work))
+        loop = asyncio.get_running_loop()
+        return await asyncio.shield(loop.run_in_executor(self._thread, self._change, work))
 
     async def aclose(self) -> None:
         if self._thread is not None:
@@ -61,13 +63,13 @@ class Database:
                 self._connection = self._open()
             with self._turn(), self._connection as transaction:
                 transaction.execute("BEGIN IMMEDIATE")
-                found = work(transaction)
+                result = work(transaction)
         except (sqlite3.Error, OSError) as error:
             self.fault = str(error)
-            self.close()  # the file may be replaced by a sound one
+            self.close()  # It is opened again by the next change: a sound file may have replaced it by then.
             raise
         self.fault = ""
-        return found
+        return result
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ import sqlite3
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from itertools import product
 
 from router.accounting.budgets import LEASE_S, Hold, Periods, Reserved, Used
 from router.accounting.database import Database
@@ -19,8 +20,8 @@ from router.accounting.settled_marks import SettledMarks
 from router.settings import Settings
 from router.telemetry.record import Cost
 
-SETTLED_KEPT_S = 86_400  # for which the settlement of a router that died is known
-SPENT_KEPT_S = 70 * 86_400  # of a period; the longest is a month
+SETTLED_KEPT_S = 86_400  # The settlements of a router that died are known for this time.
+SPENT_KEPT_S = 70 * 86_400  # What was spent is kept longer than the longest period, a month.
 
 
 class MemoryLedger:
@@ -56,7 +57,7 @@ class MemoryLedger:
         """Do what is due each second; here nothing is."""
 
     async def used(self, accounts: Iterable[str], periods: Periods) -> Used:
-        used = {(account, period): self._spent[account, period] for account in accounts for period in periods}
+        used = {place: self._spent[place] for place in product(accounts, periods)}
         for hold in self._holds.values():
             for place in used.keys() & hold.places:
                 used[place] = used[place].plus(hold.reserved)
@@ -69,71 +70,76 @@ class MemoryLedger:
 class SqliteLedger:
     """Counts in a file, for all processes of one machine, with one clock (seconds since 1970), and over restarts."""
 
-    timeout_s = 30.0  # the machine's own disk is slow, if anything, not away
+    timeout_s = 30.0  # The machine's own disk may be slow, but it does not go away.
 
     def __init__(self, database: Database, now: Callable[[], float] = time.time) -> None:
-        self._database, self._now = database, now
+        self._database = database
+        self._now = now
         self._marks = SettledMarks()
         self.place = f"the file {database.path}"
 
     async def reserve(self, hold: Hold) -> Reserved:
-        ids = [account.id for account in hold.accounts]
+        account_ids = [account.id for account in hold.accounts]
 
-        def work(sql: sqlite3.Connection) -> Reserved:
+        def reserve_in(sql: sqlite3.Connection) -> Reserved:
             now = self._now()
-            used = _used(sql, ids, hold.periods, now)
+            used = _used(sql, account_ids, periods=hold.periods, now=now)
             denied = hold.broken(used)
             if denied is None:
-                rows = [(account, hold.id, *hold.periods, *hold.reserved, now + LEASE_S) for account in ids]
+                columns = (hold.id, *hold.periods, *hold.reserved, now + LEASE_S)
+                rows = [(account_id, *columns) for account_id in account_ids]
                 sql.executemany("INSERT INTO held VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
             return Reserved(used, denied)
 
-        return await self._database.change(work)
+        return await self._database.change(reserve_in)
 
     async def settle(self, hold: Hold, cost: Cost) -> None:
-        due = [(settlement,) for settlement in self._marks.pop_due()]
+        due_settlements = [(settlement,) for settlement in self._marks.pop_due()]
+        held_rows = [(account.id, hold.id) for account in hold.accounts]
 
-        def work(sql: sqlite3.Connection) -> None:
-            sql.executemany("DELETE FROM settled WHERE id = ?", due)
-            if not sql.execute("INSERT OR IGNORE INTO settled VALUES (?, ?)", (hold.id, self._now())).rowcount:
+        def settle_in(sql: sqlite3.Connection) -> None:
+            sql.executemany("DELETE FROM settled WHERE id = ?", due_settlements)
+            mark = sql.execute("INSERT OR IGNORE INTO settled VALUES (?, ?)", (hold.id, self._now()))
+            is_repeated = not mark.rowcount
+            if is_repeated:
                 return
-            sql.executemany("DELETE FROM held WHERE account = ? AND id = ?", [(a.id, hold.id) for a in hold.accounts])
+            sql.executemany("DELETE FROM held WHERE account = ? AND id = ?", held_rows)
             sql.executemany(
                 "INSERT INTO spent VALUES (?, ?, ?, ?) ON CONFLICT (account, period) DO UPDATE SET "
                 "engine_us = engine_us + excluded.engine_us, money_u = money_u + excluded.money_u",
                 [(*place, *cost) for place in hold.places],
             )
 
-        await self._database.change(work)
+        await self._database.change(settle_in)
         self._marks.add(hold.id)
 
     async def renew(self, holds: Iterable[Hold], *, restore: bool = False) -> None:  # noqa: ARG002  nothing is lost
         rows = [(account.id, hold.id) for hold in holds for account in hold.accounts]
 
-        def work(sql: sqlite3.Connection) -> None:
+        def renew_in(sql: sqlite3.Connection) -> None:
             now = self._now()
-            change = "UPDATE held SET ends = ? WHERE account = ? AND id = ?"
-            sql.executemany(change, [(now + LEASE_S, *row) for row in rows])
+            extension = "UPDATE held SET ends = ? WHERE account = ? AND id = ?"
+            sql.executemany(extension, [(now + LEASE_S, *row) for row in rows])
             sql.execute("DELETE FROM held WHERE ends < ?", (now,))
             sql.execute("DELETE FROM settled WHERE at < ?", (now - SETTLED_KEPT_S,))
-            oldest = time.strftime("%Y-%m", time.gmtime(now - SPENT_KEPT_S))
-            sql.execute("DELETE FROM spent WHERE period < ?", (oldest,))
+            oldest_month = time.strftime("%Y-%m", time.gmtime(now - SPENT_KEPT_S))
+            sql.execute("DELETE FROM spent WHERE period < ?", (oldest_month,))
 
-        await self._database.change(work)
+        await self._database.change(renew_in)
 
     async def is_complete(self, _periods: Periods) -> bool:
-        """See ``MemoryLedger``: the file is the copy."""
+        """Return that nothing is missing: the file itself is what is known."""
         return True
 
     async def tidy(self) -> None:
-        """See ``MemoryLedger``: marks go with later settlements."""
+        """Do nothing: marks go with later settlements."""
 
     async def used(self, accounts: Iterable[str], periods: Periods) -> Used:
-        asked = list(accounts)
-        return await self._database.change(lambda sql: _used(sql, asked, periods, self._now()))
+        account_ids = list(accounts)
+        return await self._database.change(lambda sql: _used(sql, account_ids, periods=periods, now=self._now()))
 
     async def aclose(self) -> None:
-        """See ``MemoryLedger``: the file is closed by who opened it."""
+        """Do nothing: whoever opened the file closes it."""
 
 
 def _used(sql: sqlite3.Connection, accounts: Iterable[str], periods: Periods, now: float) -> Used:
@@ -142,11 +148,11 @@ def _used(sql: sqlite3.Connection, accounts: Iterable[str], periods: Periods, no
         "SELECT engine_us, money_u FROM spent WHERE account = :account AND period = :period UNION ALL "
         "SELECT engine_us, money_u FROM held WHERE account = :account AND ends >= :now AND :period IN (day, month))"
     )
-    places = [(account, period) for account in accounts for period in periods]
-    return {
-        place: Cost(*sql.execute(query, {"account": place[0], "period": place[1], "now": now}).fetchone())
-        for place in places
-    }
+    used = Used()
+    for account_id, period in product(accounts, periods):
+        values = sql.execute(query, {"account": account_id, "period": period, "now": now}).fetchone()
+        used[account_id, period] = Cost(*values)
+    return used
 
 
 BudgetLedger = MemoryLedger | SqliteLedger | RedisLedger

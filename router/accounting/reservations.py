@@ -30,8 +30,8 @@ from tiers.background import Faults
 
 log = logging.getLogger(f"qarr.{__name__}")
 RENEW_S = 60.0
-RETRY_S = 1.0  # between tries after a failure
-MOST_KNOWN = 40_000  # accounts' periods whose use is remembered for an outage
+RETRY_S = 1.0  # Time between two attempts after a failure.
+MOST_KNOWN = 40_000  # The use of this many accounts' periods is remembered for an outage.
 LOST = (*UNAVAILABLE, sqlite3.Error)
 
 
@@ -56,9 +56,13 @@ class Reservations:
     """Admits requests as budgets allow; days and months are read from ``now``, in seconds since 1970."""
 
     def __init__(self, ledger: BudgetLedger, settings: BudgetSettings, now: Callable[[], float] = time.time) -> None:
-        self.ledger, self.settings, self._now = ledger, settings, now
-        self._alone: MemoryLedger | None = None  # while the ledger does not answer
-        self._back = False  # it answers again, and gets what it is owed, before anything is reserved from it
+        self.ledger = ledger
+        self.settings = settings
+        self._now = now
+        # Counts while the ledger does not answer; it is None otherwise.
+        self._alone: MemoryLedger | None = None
+        # The ledger answers again and gets what it is owed; until that is done, nothing is reserved from it.
+        self._is_paying_ledger = False
         self._known: Used = {}
         self._open: dict[str, Hold] = {}
         self._owed: dict[str, tuple[Hold, Cost]] = {}
@@ -83,7 +87,7 @@ class Reservations:
             return []
         return [f"{self.ledger.place}, which counts budgets, cannot be used"]
 
-    async def enter(self, accounts: tuple[Account, ...], asked: Cost, times: int = 1) -> Reservation:
+    async def enter(self, accounts: tuple[Account, ...], highest_cost: Cost, times: int = 1) -> Reservation:
         """Reserve what a request may cost at most, in all accounts or in none; budgets count ``times`` times.
 
         Raises:
@@ -91,16 +95,15 @@ class Reservations:
             NoPriceError: There is a budget of money, and no price.
             BudgetUnknownError: The ledger cannot be reached, and nothing is known of a budget.
         """
-        units = {limit.unit for account in accounts for limit in account.limits}
-        if self.settings.replica_hour is None and "money_u" in units:
+        if self.settings.replica_hour is None and any(map(_has_money_limit, accounts)):
             raise NoPriceError("this key has a budget of money, but no price is set (budgets.replica_hour)")
         now = self._now()
-        hold = Hold(secrets.token_hex(12), accounts, periods(now), asked, times)
+        hold = Hold(secrets.token_hex(12), accounts, periods=periods(now), reserved=highest_cost, times=times)
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep())
         reserved = await self._work.acquire(self._reserve(hold), partial(self._undo, hold))
         if reserved.denied is not None:
-            raise OverBudgetError(hold, reserved, now, self.settings.currency)
+            raise OverBudgetError(hold, reserved, at=now, currency=self.settings.currency)
         return Reservation(self, hold)
 
     async def settle(self, hold: Hold, cost: Cost) -> None:
@@ -120,24 +123,32 @@ class Reservations:
         await self.ledger.aclose()
 
     async def _reserve(self, hold: Hold) -> Reserved:
-        reserved: Reserved | None = None
-        if self._alone is None:
-            try:
-                async with asyncio.timeout(self.ledger.timeout_s):
-                    reserved = await self.ledger.reserve(hold)
-            except LOST as error:
-                self._lose(error)
-            else:
-                self._remember(reserved.used)
+        reserved = await self._reserve_in_ledger(hold)
         if reserved is None:
-            assert self._alone is not None
-            needed = {(a.id, getattr(hold.periods, limit.span)) for a in hold.accounts for limit in a.limits}
-            if self.settings.while_unknown != "serve" and not needed <= self._known.keys():
-                raise BudgetUnknownError(self.ledger.place)
-            reserved = await self._alone.reserve(hold)
+            reserved = await self._reserve_alone(hold)
         if reserved.denied is None:
             self._open[hold.id] = hold
         return reserved
+
+    async def _reserve_in_ledger(self, hold: Hold) -> Reserved | None:
+        """Reserve in the ledger; None while it does not answer."""
+        if self._alone is not None:
+            return None
+        try:
+            async with asyncio.timeout(self.ledger.timeout_s):
+                reserved = await self.ledger.reserve(hold)
+        except LOST as error:
+            self._lose(error)
+            return None
+        self._remember(reserved.used)
+        return reserved
+
+    async def _reserve_alone(self, hold: Hold) -> Reserved:
+        """Reserve in this process, on top of what the ledger last had; ``BudgetUnknownError`` if that is not known."""
+        assert self._alone is not None
+        if self.settings.while_unknown != "serve" and not _limited_places(hold) <= self._known.keys():
+            raise BudgetUnknownError(self.ledger.place)
+        return await self._alone.reserve(hold)
 
     async def _undo(self, hold: Hold, reserved: Reserved) -> None:
         if reserved.denied is None:
@@ -146,7 +157,7 @@ class Reservations:
     async def _settle(self, hold: Hold, cost: Cost) -> None:
         if self._alone is not None:
             await self._alone.settle(hold, cost)
-            if not self._back:  # it is settled once the ledger answers
+            if not self._is_paying_ledger:  # The ledger gets it once it answers.
                 return
         try:
             async with asyncio.timeout(self.ledger.timeout_s):
@@ -163,7 +174,8 @@ class Reservations:
                 del self._known[place]
 
     def _lose(self, error: BaseException) -> None:
-        self._back = False
+        """Count alone until the ledger answers again."""
+        self._is_paying_ledger = False
         if self.redis is not None:
             self.redis.fail(error)
         if self._alone is None:
@@ -176,13 +188,14 @@ class Reservations:
         while True:
             await asyncio.sleep(RETRY_S)
             try:
-                await self._look_after()
+                await self._maintain()
             except LOST as error:
                 self._lose(error)
             except Exception as error:  # noqa: BLE001  whatever it is, reservations must still be renewed
                 faults.log(error, "reservations of budgets could not be renewed; trying again")
 
-    async def _look_after(self) -> None:
+    async def _maintain(self) -> None:
+        """Renew reservations in the ledger; once it is complete again, pay what it is owed and count in it."""
         is_complete = await self.ledger.is_complete(periods(self._now()))
         if not is_complete and self._alone is None:
             self._alone = MemoryLedger(self._known)
@@ -190,21 +203,36 @@ class Reservations:
             log.warning("%s has lost what budgets have used: this router counts alone until each has told it", place)
         is_alone = self._alone is not None
         if is_alone or time.monotonic() - self._renewed_at >= RENEW_S:
-            # While this router counts alone, nothing is settled there: no reservation that is restored is over.
+            # While this router counts alone it settles nothing there, so every reservation that is restored is still open.
             await self.ledger.renew(list(self._open.values()), restore=is_alone)
             self._renewed_at = time.monotonic()
         if is_alone and is_complete:
-            self._back = True
+            self._is_paying_ledger = True
             await self._pay()
-            self._alone, self._back = None, False
+            self._alone = None
+            self._is_paying_ledger = False
             if self.redis is not None:
                 self.redis.recover()
             log.info("the ledger of budgets answers again")
         await self.ledger.tidy()
 
     async def _pay(self) -> None:
-        """Settle what could not be settled; what is settled meanwhile settles itself."""
+        """Settle what could not be settled; a request that ends meanwhile is settled by its own task."""
         for hold, cost in list(self._owed.values()):
             if hold.id in self._owed:
                 await self.ledger.settle(hold, cost)
                 self._owed.pop(hold.id, None)
+
+
+def _has_money_limit(account: Account) -> bool:
+    return any(limit.unit == "money_u" for limit in account.limits)
+
+
+def _limited_places(hold: Hold) -> set[tuple[str, str]]:
+    """Return the accounts and periods whose use must be known before a hold can be granted."""
+    places = set()
+    for account in hold.accounts:
+        for limit in account.limits:
+            period: str = getattr(hold.periods, limit.span)
+            places.add((account.id, period))
+    return places

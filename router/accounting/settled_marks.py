@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-MARK_S = 10.0  # after its answer, in which a settlement that was repeated may still arrive
+MARK_S = 10.0  # A settlement that was repeated may still arrive within this time after its answer.
 AT_ONCE = 500
 
 

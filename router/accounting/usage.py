@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import sqlite3
 import time
 from collections import defaultdict, deque
@@ -15,12 +16,12 @@ from datetime import date
 from functools import partial
 from typing import Any, NamedTuple
 
-from router.accounting.budgets import periods, renews_at
+from router.accounting.budgets import Used, periods, renews_at
 from router.accounting.charging import Charging
 from router.accounting.database import Database
 from router.accounting.ledgers import BudgetLedger
 from router.aio import Finishing
-from router.auth.api_keys import MICRO, Caller
+from router.auth.api_keys import MICRO, Account, Caller, Limit
 from router.telemetry.record import RequestRecord, TierUsage
 from tiers.background import Faults
 from tiers.spec import OVERFLOW
@@ -41,27 +42,37 @@ class Row(NamedTuple):
 
 
 class Use(NamedTuple):
+    """What was used.
+
+    Attributes:
+        engine_us: Charged; of keys without a budget, what would have been charged.
+        highest_engine_us: What the same tokens would have cost at the highest precision.
+        highest_money_u: The same in money.
+    """
+
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    engine_us: int = 0  # charged, or of keys without a budget what would have been
+    engine_us: int = 0
     money_u: int = 0
-    highest_engine_us: int = 0  # what the same tokens would have cost at the highest precision; likewise the last one
+    highest_engine_us: int = 0
     highest_money_u: int = 0
 
-    def plus(self, other: Use) -> Use:
-        return Use(*(one + more for one, more in zip(self, other, strict=True)))
+    def plus(self, addend: Use) -> Use:
+        return Use(*map(operator.add, self, addend))
 
 
 class UsageLog:
     """Counts the requests of keys, and writes what they used; days are read from ``now``, in seconds since 1970."""
 
     def __init__(self, database: Database, charging: Charging, now: Callable[[], float] = time.time) -> None:
-        self._database, self._charging, self._now = database, charging, now
+        self._database = database
+        self._charging = charging
+        self._now = now
         self._records: deque[RequestRecord] = deque()
         self._unwritten: dict[Row, Use] = defaultdict(Use)
-        self._removed = ""  # the day on which old days were last removed
+        self._last_removal_day = ""  # The day on which old days were last removed.
         self._writing = Finishing()
         self.observers: list[Callable[[Row, Use], None]] = []
 
@@ -100,52 +111,66 @@ class UsageLog:
         await self._count()
         if not self._unwritten:
             return None
-        rows, self._unwritten = self._unwritten, defaultdict(Use)
+        rows = self._unwritten
+        self._unwritten = defaultdict(Use)
         now = self._now()
-        oldest = periods(now - KEEP_DAYS * 86_400).day if self._removed != periods(now).day else ""
+        today = periods(now).day
+        oldest_kept_day = ""
+        if self._last_removal_day != today:
+            oldest_kept_day = periods(now - KEEP_DAYS * 86_400).day
         try:
-            await self._database.change(partial(_add, rows, oldest))
+            await self._database.change(partial(_add, rows, oldest_kept_day))
         except (OSError, sqlite3.Error) as error:
             for row, use in rows.items():
                 self._unwritten[row] = self._unwritten[row].plus(use)
             return error
-        self._removed = periods(now).day
+        self._last_removal_day = today
         return None
 
     async def _count(self) -> None:
         """Add up the records that have come, a few at a time: requests go on between them."""
-        number = 0
+        counted_records = 0
         while self._records:
             row, use = self._used(self._records.popleft())
             self._unwritten[row] = self._unwritten[row].plus(use)
             for observe in self.observers:
                 observe(row, use)
-            number += 1
-            if number % AT_ONCE == 0:
+            counted_records += 1
+            if counted_records % AT_ONCE == 0:
                 await asyncio.sleep(0)
 
     def _used(self, record: RequestRecord) -> tuple[Row, Use]:
-        pricing, tokens = self._charging.pricing, record.tokens
-        cached = tokens.cached or 0
-        row = Row(periods(record.at).day, record.key_id, record.team, OVERFLOW)
-        use = Use(1, tokens.prompt, cached, tokens.output)
+        tokens = record.tokens
+        cached_tokens = tokens.cached or 0
+        row = Row(periods(record.at).day, key=record.key_id, team=record.team, tier=OVERFLOW)
+        use = Use(1, prompt_tokens=tokens.prompt, cached_tokens=cached_tokens, output_tokens=tokens.output)
         if not record.usage:
             return row, use
-        cost = pricing.cost(record.decision, record.usage) if record.cost is None else record.cost
-        whole = TierUsage(pricing.highest, tokens.prompt, cached, tokens.output)
-        highest = pricing.cost(record.decision, (whole,))
+        pricing = self._charging.pricing
+        cost = record.cost
+        if cost is None:
+            cost = pricing.cost(record.decision, record.usage)
+        usage_at_highest = TierUsage(pricing.highest, prompt=tokens.prompt, cached=cached_tokens, output=tokens.output)
+        highest_cost = pricing.cost(record.decision, (usage_at_highest,))
         row = row._replace(tier=str(record.served.tier or record.usage[-1].tier))
-        return row, Use(*use[:4], *cost, *highest)
+        use = use._replace(
+            engine_us=cost.engine_us,
+            money_u=cost.money_u,
+            highest_engine_us=highest_cost.engine_us,
+            highest_money_u=highest_cost.money_u,
+        )
+        return row, use
 
 
-def _add(rows: Mapping[Row, Use], oldest: str, sql: sqlite3.Connection) -> None:
-    names = Use._fields
-    changes = ", ".join(f"{name} = {name} + excluded.{name}" for name in names)
-    marks = ", ".join("?" * len((*Row._fields, *names)))
-    insert = f"INSERT INTO usage VALUES ({marks}) ON CONFLICT (day, key, team, tier) DO UPDATE SET {changes}"  # noqa: S608
+def _add(rows: Mapping[Row, Use], oldest_kept_day: str, sql: sqlite3.Connection) -> None:
+    """Add what was used to the file; remove the days before the oldest one that is kept, unless it is empty."""
+    changes = ", ".join(f"{name} = {name} + excluded.{name}" for name in Use._fields)
+    placeholders = ", ".join("?" * (len(Row._fields) + len(Use._fields)))
+    insert = f"INSERT INTO usage VALUES ({placeholders})"  # noqa: S608
+    insert += f" ON CONFLICT (day, key, team, tier) DO UPDATE SET {changes}"
     sql.executemany(insert, [(*row, *use) for row, use in rows.items()])
-    if oldest:
-        sql.execute("DELETE FROM usage WHERE day < ?", (oldest,))
+    if oldest_kept_day:
+        sql.execute("DELETE FROM usage WHERE day < ?", (oldest_kept_day,))
 
 
 def read_usage(first: str, last: str, sql: sqlite3.Connection) -> list[tuple[Row, Use]]:
@@ -156,7 +181,7 @@ def read_usage(first: str, last: str, sql: sqlite3.Connection) -> list[tuple[Row
 
 def render_row(row: Row, use: Use, names: Mapping[str, str], *, priced: bool) -> dict[str, Any]:
     """Return a row as JSON values, in units of the currency and of seconds; money only where there is a price."""
-    shown: dict[str, Any] = {
+    return {
         "day": row.day,
         "key": row.key,
         "name": names.get(row.key, ""),
@@ -171,31 +196,35 @@ def render_row(row: Row, use: Use, names: Mapping[str, str], *, priced: bool) ->
         "money": use.money_u / MICRO if priced else None,
         "highest_money": use.highest_money_u / MICRO if priced else None,
     }
-    return shown
 
 
 async def used_budgets(ledger: BudgetLedger, callers: Sequence[Caller], at: float) -> list[dict[str, Any]]:
     """Return how far callers' budgets are used at a time (seconds since 1970), as JSON values; of each team once."""
-    whose = {account.id: (account, caller) for caller in callers for account in caller.accounts}
-    now = periods(at)
-    used = await ledger.used(list(whose), now) if whose else {}
-    found = []
-    for account, caller in whose.values():
+    account_owners = {account.id: (account, caller) for caller in callers for account in caller.accounts}
+    current = periods(at)
+    used = Used()
+    if account_owners:
+        used = await ledger.used(list(account_owners), current)
+    budgets = []
+    for account, caller in account_owners.values():
         for limit in account.limits:
-            there = getattr(used[account.id, getattr(now, limit.span)], limit.unit)
-            own = account.id.startswith("key:")
-            found.append(
-                {
-                    "key": caller.key_id if own else None,
-                    "name": caller.name if own else None,
-                    "team": caller.team or None,
-                    "budget": limit.name,
-                    "limit": limit.amount / MICRO,
-                    "used": there / MICRO,
-                    "renews": f"{renews_at(limit.span, at):%Y-%m-%dT%H:%M:%SZ}",
-                }
-            )
-    return found
+            used_cost = used[account.id, getattr(current, limit.span)]
+            used_amount: int = getattr(used_cost, limit.unit)
+            budgets.append(_render_budget(account, caller, limit=limit, used_amount=used_amount, at=at))
+    return budgets
+
+
+def _render_budget(account: Account, caller: Caller, limit: Limit, used_amount: int, at: float) -> dict[str, Any]:
+    is_of_key = account.id.startswith("key:")
+    return {
+        "key": caller.key_id if is_of_key else None,
+        "name": caller.name if is_of_key else None,
+        "team": caller.team or None,
+        "budget": limit.name,
+        "limit": limit.amount / MICRO,
+        "used": used_amount / MICRO,
+        "renews": f"{renews_at(limit.span, at):%Y-%m-%dT%H:%M:%SZ}",
+    }
 
 
 def summed(rows: Iterable[tuple[Row, Use]]) -> dict[tuple[str, str], Use]:
@@ -206,7 +235,7 @@ def summed(rows: Iterable[tuple[Row, Use]]) -> dict[tuple[str, str], Use]:
 
 
 def day_of(text: str) -> str:
-    """Return a day in the form in which it is kept; ``ValueError``: it is none, or has another form."""
+    """Return a day in the form in which it is kept; ``ValueError`` if the text is no day, or has another form."""
     if date.fromisoformat(text).isoformat() != text:
         raise ValueError(text)
     return text

@@ -23,8 +23,8 @@ from tiers.shared_file import OwnerError, locked, real_path, replace_content
 from tiers.spec import TierName
 
 PREFIX = "qarr-"
-VERSION_DIGITS = 16  # of the digest of a key file
-MICRO = 1_000_000  # amounts of budgets are millionths of an engine-second and of the currency
+VERSION_DIGITS = 16  # A key file's version is this much of its digest.
+MICRO = 1_000_000  # Amounts of budgets are millionths of an engine-second and of the currency.
 Span = Literal["day", "month"]
 Unit = Literal["engine_us", "money_u"]
 
@@ -50,7 +50,9 @@ class BeyondKeyError(Exception):
 
     def __init__(self, field: str, asked: str, allowed: str) -> None:
         super().__init__(f"{field} {asked} is beyond this key: it allows {allowed}")
-        self.field, self.asked, self.allowed = field, asked, allowed
+        self.field = field
+        self.asked = asked
+        self.allowed = allowed
 
 
 class Quota(NamedTuple):
@@ -70,34 +72,55 @@ class Limit(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{'engine_seconds' if self.unit == 'engine_us' else 'money'}_per_{self.span}"
+        unit_name = "engine_seconds" if self.unit == "engine_us" else "money"
+        return f"{unit_name}_per_{self.span}"
 
     def text(self, currency: str) -> str:
-        return f"{shown(self.amount)} {'engine-seconds' if self.unit == 'engine_us' else currency} a {self.span}"
+        unit_text = "engine-seconds" if self.unit == "engine_us" else currency
+        return f"{shown(self.amount)} {unit_text} a {self.span}"
 
 
 class Account(NamedTuple):
-    id: str  # ``key:`` and the key's id, or ``team:`` and the team's name
-    title: str  # for its callers
+    """A key or team, whose budgets requests count against.
+
+    Attributes:
+        id: ``key:`` and the key's id, or ``team:`` and the team's name.
+        title: How its callers know it.
+    """
+
+    id: str
+    title: str
     limits: tuple[Limit, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    key_id: str  # names the key in logs; not secret. Empty for callers without a key
+    """Who sends a request, with the rights of a key or token.
+
+    Attributes:
+        key_id: Names the key in logs, and is not secret; empty for callers without a key.
+        tiers: The tiers that it may use; None: all.
+        over: Whether a hint or priority beyond what is allowed is lowered and disclosed, or refused.
+        admin: Whether it may operate on replicas, and see everybody's requests.
+        team: The team that the key belongs to; empty: none.
+        accounts: The accounts whose budgets its requests count against: its own, and its team's.
+        over_budget: Whether a request beyond the budgets is refused, or may be served by the cheapest tier only.
+        expires: When the key ceases to be valid; None: never.
+        overflow: Whether its prompts may leave the fleet when every tier is full.
+    """
+
+    key_id: str
     name: str
-    tiers: frozenset[TierName] | None = None  # that it may use; None: all
-    # what happens to a hint or priority beyond what is allowed: lowered and disclosed, or refused
+    tiers: frozenset[TierName] | None = None
     over: Literal["clamp", "refuse"] = "clamp"
     max_priority: Priority = "interactive"
     quota: Quota | None = None
-    admin: bool = False  # may operate on replicas, and see everybody's requests
-    team: str = ""  # that the key belongs to; empty: none
-    accounts: tuple[Account, ...] = ()  # whose budgets its requests count against: its own, and its team's
-    # what happens to a request beyond them: it is refused, or only the cheapest tier may serve it
+    admin: bool = False
+    team: str = ""
+    accounts: tuple[Account, ...] = ()
     over_budget: Literal["refuse", "cheapest"] = "refuse"
-    expires: datetime | None = None  # when the key ends to be valid; None: never
-    overflow: bool = False  # whether its prompts may leave the fleet when every tier is full
+    expires: datetime | None = None
+    overflow: bool = False
 
     @property
     def sees_all(self) -> bool:
@@ -126,13 +149,13 @@ class Budget(BaseModel):
     money_per_month: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
 
     def limits(self) -> tuple[Limit, ...]:
-        given: tuple[tuple[Span, Unit, float | None], ...] = (
+        budgets: tuple[tuple[Span, Unit, float | None], ...] = (
             ("day", "engine_us", self.engine_seconds_per_day),
             ("day", "money_u", self.money_per_day),
             ("month", "engine_us", self.engine_seconds_per_month),
             ("month", "money_u", self.money_per_month),
         )
-        return tuple(Limit(span, unit, round(amount * MICRO)) for span, unit, amount in given if amount is not None)
+        return tuple(Limit(span, unit, round(amount * MICRO)) for span, unit, amount in budgets if amount is not None)
 
 
 TeamName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -162,7 +185,7 @@ class KeyRecord(Budget):
     expires: AwareDatetime | None = None
     team: TeamName | None = None
     over_budget: Literal["refuse", "cheapest"] = "refuse"
-    overflow: bool | None = None  # None is not written: routers of older releases read the file
+    overflow: bool | None = None  # None is not written, because routers of older releases read the file.
 
     @field_validator("tiers")
     @classmethod
@@ -173,17 +196,17 @@ class KeyRecord(Budget):
 
     def caller(self, teams: Mapping[str, TeamRecord]) -> Caller:
         quota = Quota(self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
-        accounts = [Account(f"key:{self.id}", "this key", self.limits())]
+        accounts = [Account(f"key:{self.id}", title="this key", limits=self.limits())]
         if self.team is not None and self.team in teams:
             accounts.append(teams[self.team].account)
         return Caller(
-            self.id,
-            self.name,
-            None if self.tiers is None else frozenset(self.tiers),
-            self.over,
-            self.max_priority,
-            None if quota == Quota() else quota,
-            self.admin,
+            key_id=self.id,
+            name=self.name,
+            tiers=None if self.tiers is None else frozenset(self.tiers),
+            over=self.over,
+            max_priority=self.max_priority,
+            quota=None if quota == Quota() else quota,
+            admin=self.admin,
             team=self.team or "",
             accounts=tuple(account for account in accounts if account.limits),
             over_budget=self.over_budget,
@@ -197,8 +220,9 @@ class KeyFile(BaseModel):
 
     version: Literal[1] = 1
     keys: tuple[KeyRecord, ...] = ()
-    teams: tuple[TeamRecord, ...] | None = None  # None is not written: routers of older releases read the file
-    required: bool | None = None  # whether requests need a key; None: they do, and it is not written
+    # Routers of older releases read the file, and None is not written. Requests need a key unless ``required`` is False.
+    teams: tuple[TeamRecord, ...] | None = None
+    required: bool | None = None
 
     @property
     def is_off(self) -> bool:
@@ -227,14 +251,15 @@ def read_keys(path: Path) -> tuple[KeyRecord, ...]:
 def read_key_file(path: Path) -> KeyFile:
     """Return the keys of a file, revoked ones too, and its teams; none if there is no file.
 
-    ``KeysError``: the file cannot be read, or is no key file.
+    Raises:
+        KeysError: The file cannot be read, or is no key file.
     """
     content = read_content(path)
     return KeyFile() if content is None else parse_key_file(content, path)
 
 
 def read_content(path: Path) -> bytes | None:
-    """Return a key file's bytes; None: there is no such file. ``KeysError``: it cannot be read."""
+    """Return a key file's bytes, or None if there is no such file; ``KeysError`` if it cannot be read."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -244,7 +269,7 @@ def read_content(path: Path) -> bytes | None:
 
 
 def parse_key_file(content: bytes, path: Path) -> KeyFile:
-    """Return the keys and teams of a file's bytes; ``KeysError``: it is no key file."""
+    """Return the keys and teams of a file's bytes; ``KeysError`` if it is no key file."""
     try:
         return KeyFile.model_validate_json(content)
     except ValidationError as error:
@@ -252,30 +277,27 @@ def parse_key_file(content: bytes, path: Path) -> KeyFile:
 
 
 def version_of(content: bytes) -> str:
-    """Return what tells one content of the key file from another, and tells nothing of its keys."""
+    """Return a name of the key file's content, from which nothing of its keys can be told."""
     return hashlib.sha256(content).hexdigest()[:VERSION_DIGITS]
 
 
 def add_key(path: Path, name: str, **rights: object) -> tuple[str, KeyRecord]:
     """Make a key with rights (fields of ``KeyRecord``), and add it to the file; a missing file is made.
 
-    Return the key, which is stored nowhere, and its record. ``KeysError``: the name is taken, the name or a right is not
-    valid, or the file cannot be used.
+    Return the key, which is stored nowhere, and its record.
+
+    Raises:
+        KeysError: The name is in use, the name or a right is not valid, or the file cannot be used.
     """
     key = PREFIX + secrets.token_urlsafe(32)
     fields = {"id": secrets.token_hex(4), "name": name, "sha256": hash_key(key), "created": datetime.now(UTC)}
     record = _valid(KeyRecord, {**fields, **rights})
     _check_name(name)
-    with _changing(path) as file:
-        if any(k.name == name and k.revoked is None for k in file.keys):
-            raise KeysError(f"there is a key named {name!r} already: revoke it first, or take another name")
-        if any(k.id == name for k in file.keys):
-            raise KeysError(
-                f"{name!r} is the id of another key, and 'qarr keys revoke' takes either: take another name"
-            )
-        if record.team is not None and record.team not in file.by_name:
+    with _changing(path) as key_file:
+        _check_name_is_unused(name, key_file)
+        if record.team is not None and record.team not in key_file.by_name:
             raise KeysError(f"there is no team {record.team!r}: make it with 'qarr keys team {record.team}'")
-        file.keys += (record,)
+        key_file.keys += (record,)
     return key, record
 
 
@@ -291,35 +313,45 @@ def _check_name(name: str) -> None:
         )
 
 
+def _check_name_is_unused(name: str, key_file: KeyFile) -> None:
+    """Refuse the name of a key in force, and any key's id."""
+    if any(key.name == name and key.revoked is None for key in key_file.keys):
+        raise KeysError(f"there is a key named {name!r} already: revoke it first, or take another name")
+    if any(key.id == name for key in key_file.keys):
+        raise KeysError(f"{name!r} is the id of another key, and 'qarr keys revoke' takes either: take another name")
+
+
 def switch_keys(path: Path, *, on: bool) -> KeyFile:
     """Say in the file whether requests need a key, and return it; its keys stay. A missing file is made.
 
-    ``KeysError``: there is no key in force that requests could carry (``on``), or the file cannot be used.
+    Raises:
+        KeysError: No key is in force that requests could carry (``on``), or the file cannot be used.
     """
-    with _changing(path) as file:
-        if on and not any(key.revoked is None for key in file.keys):
+    with _changing(path) as key_file:
+        if on and not any(key.revoked is None for key in key_file.keys):
             raise KeysError(f"{path} has no key in force: make one first with 'qarr keys add NAME'")
-        file.required = None if on else False
-    return file
+        key_file.required = None if on else False
+    return key_file
 
 
 def set_team(path: Path, name: str, **budget: float | None) -> TeamRecord:
     """Make a team, or replace its budgets (fields of ``Budget``); ``KeysError`` as with ``add_key``."""
     team = _valid(TeamRecord, {"name": name, **budget})
-    with _changing(path) as file:
-        file.teams = (*(each for each in file.teams or () if each.name != name), team)
+    with _changing(path) as key_file:
+        kept_teams = [kept for kept in key_file.teams or () if kept.name != name]
+        key_file.teams = (*kept_teams, team)
     return team
 
 
 def revoke_key(path: Path, id_or_name: str) -> KeyRecord:
-    """Revoke a key; ``KeysError``: there is none in force. Its record stays, so that logs can still be read."""
-    with _changing(path) as file:
-        found = [k for k in file.keys if k.revoked is None and id_or_name in {k.id, k.name}]
-        if not found:
+    """Revoke a key, whose record stays, so that logs can still be read; ``KeysError`` if no such key is in force."""
+    with _changing(path) as key_file:
+        matching = [key for key in key_file.keys if key.revoked is None and id_or_name in {key.id, key.name}]
+        if not matching:
             raise KeysError(f"there is no key in force with the id or name {id_or_name!r}: 'qarr keys list' shows all")
-        gone = found[0].model_copy(update={"revoked": datetime.now(UTC)})
-        file.keys = tuple(gone if k.id == gone.id else k for k in file.keys)
-    return gone
+        revoked_key = matching[0].model_copy(update={"revoked": datetime.now(UTC)})
+        key_file.keys = tuple(revoked_key if key.id == revoked_key.id else key for key in key_file.keys)
+    return revoked_key
 
 
 def _valid(kind: type[Record], fields: dict[str, object]) -> Record:
@@ -338,20 +370,20 @@ def _changing(path: Path) -> Iterator[KeyFile]:
     real = real_path(path)
     try:
         with locked(real):
-            keys = read_key_file(real)
-            yield keys
-            replace_content(real, keys.model_dump_json(indent=2, exclude_none=True).encode())
+            key_file = read_key_file(real)
+            yield key_file
+            replace_content(real, key_file.model_dump_json(indent=2, exclude_none=True).encode())
     except OSError as error:
         raise KeysError(f"the key file {path} cannot be written: {_advice(error, real)}") from error
 
 
 def _advice(error: OSError, real: Path) -> str:
     """Return what is in the way of a change of the key file, and what to do about it."""
-    said = str(error.strerror)
+    obstacle = str(error.strerror)
     if isinstance(error, OwnerError):
-        return said
+        return obstacle
     if error.filename is not None and Path(error.filename) != real:
-        said += f" ({error.filename})"
+        obstacle += f" ({error.filename})"
     if error.errno == errno.EROFS:
-        return f"{said}; mount its folder, not the file alone, and so that it can be written"
-    return f"{said}; let this user write to {real.parent}, or set auth.keys_file to a file in another folder"
+        return f"{obstacle}; mount its folder, not the file alone, and so that it can be written"
+    return f"{obstacle}; let this user write to {real.parent}, or set auth.keys_file to a file in another folder"

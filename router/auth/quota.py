@@ -14,7 +14,8 @@ import math
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple
@@ -26,17 +27,24 @@ from tiers.background import Faults
 
 log = logging.getLogger(f"qarr.{__name__}")
 WINDOW_S = 60
-LEASE_S = 180  # after which the slot of a dead router is free again
+LEASE_S = 180  # The slots of a dead router are free again after this time.
 RENEW_S = 60
 REDIS_CONNECTIONS = 8
-REDIS_RETRY_S = 1  # between tries after a failure
+REDIS_RETRY_S = 1  # Time between two attempts after a failure.
 LEDGER_NAME = "qarr:{quotas}:ledger"
-LATE = "late"  # Redis' answer to a take after its deadline
+LATE = "late"  # Redis answers with it to a request that comes after its deadline.
 Resource = Literal["requests", "tokens", "concurrent"]
-_LIMITS: dict[Resource, tuple[str, str]] = {  # of a quota: the name, and the unit for people
-    "requests": ("requests_per_minute", "requests a minute"),
-    "tokens": ("tokens_per_minute", "tokens a minute"),
-    "concurrent": ("concurrent_requests", "requests at once"),
+
+
+class ResourceLimit(NamedTuple):
+    field: str  # The field of ``Quota``.
+    unit: str  # The unit, for people.
+
+
+_LIMITS: dict[Resource, ResourceLimit] = {
+    "requests": ResourceLimit("requests_per_minute", "requests a minute"),
+    "tokens": ResourceLimit("tokens_per_minute", "tokens a minute"),
+    "concurrent": ResourceLimit("concurrent_requests", "requests at once"),
 }
 
 
@@ -47,32 +55,50 @@ class OverQuotaError(Exception):
     """
 
     def __init__(self, resource: Resource, limit: int, asked: int, retry_after_s: float | None) -> None:
-        text = f"this key allows {limit} {_LIMITS[resource][1]}"
+        text = f"this key allows {limit} {_LIMITS[resource].unit}"
         if retry_after_s is None:
             text += f"; this request alone needs {asked}"
         elif resource == "tokens":
             text += f"; this request may need {asked}, which is more than is left now"
         super().__init__(text)
-        self.resource, self.limit, self.retry_after_s = resource, limit, retry_after_s
+        self.resource = resource
+        self.limit = limit
+        self.retry_after_s = retry_after_s
 
 
 class QuotaState(NamedTuple):
-    denied: Resource | None  # the limit that the request would break; None: it is admitted
-    requests: int  # in the window
-    tokens: int  # in the window, taken in advance or used
-    wait_s: float  # seconds until the denied resource suffices; of an admitted request, until the window is empty
-    second: int  # the ledger's second in which the request was counted
+    """What a key has used, and whether one more request is admitted.
+
+    Attributes:
+        denied: The limit that the request would break; None if it is admitted.
+        requests: Requests in the window.
+        tokens: Tokens in the window, taken in advance or used.
+        wait_s: Seconds until the denied resource suffices; if the request is admitted, until the window is empty.
+        second: The ledger's second in which the request was counted.
+    """
+
+    denied: Resource | None
+    requests: int
+    tokens: int
+    wait_s: float
+    second: int
 
 
 class Refund(NamedTuple):
-    """What a request took and gives back to a ledger: its slot, and of a second's counts what was not used."""
+    """What a request took and gives back to a ledger: its slot, and of a second's counts what was not used.
+
+    Attributes:
+        second: The ledger's second in which it was taken; None if it is not known, because Redis' answer did not come.
+        tokens: Below 0 if more were used than taken; these count in the present second.
+        due: When it is certain whether Redis took it, by the monotonic clock.
+    """
 
     key_id: str
-    second: int | None  # the ledger's second in which it was taken; None: not known, because Redis' answer did not come
+    second: int | None
     requests: int
-    tokens: int  # below 0: more were used than taken; they count in the present second
+    tokens: int
     slot: str
-    due: float = 0.0  # when it is certain whether Redis took it, by the monotonic clock
+    due: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -80,25 +106,31 @@ class QuotaGrant:
     """What an admitted request has taken. Settle it exactly once, however the request ends."""
 
     _quotas: Quotas
-    _taken: Refund
-    _in_redis: bool
-    _settled: bool = False
+    _demand: Refund
+    _is_in_redis: bool
+    _is_settled: bool = False
 
     async def settle(self, tokens: int | None) -> None:
-        if not self._settled:
-            self._settled = True
-            taken = self._taken
-            unused = taken if tokens is None else taken._replace(requests=0, tokens=taken.tokens - tokens)
-            await self._quotas.settle(unused, in_redis=self._in_redis)
+        """Give back what was not used: with None, because the request failed, all of it; otherwise the unused tokens."""
+        if self._is_settled:
+            return
+        self._is_settled = True
+        unused = self._demand
+        if tokens is not None:
+            unused = unused._replace(requests=0, tokens=unused.tokens - tokens)
+        await self._quotas.settle(unused, in_redis=self._is_in_redis)
 
 
 class Quotas:
     def __init__(self, redis_url: str = "", now: Callable[[], float] = time.monotonic) -> None:
         self._local = LocalLedger(now)
-        self._shared = RedisLedger(redis_url) if redis_url else None
-        self._lost = False  # whether this process counts alone
-        self._name = ""  # of what is in Redis; another one: Redis has lost it; empty: it was not asked yet
-        self._open: dict[str, str] = {}  # key ids, by the slots that they hold in Redis
+        self._shared: RedisLedger | None = None
+        if redis_url:
+            self._shared = RedisLedger(redis_url)
+        self._lost = False  # Whether Redis is lost, so that this process counts alone.
+        # The name of the ledger in Redis, empty until Redis is asked. If it changes, Redis has lost the ledger.
+        self._name = ""
+        self._open: dict[str, str] = {}  # The ids of keys, by the slots that they hold in Redis.
         self._refunds: dict[str, Refund] = {}
         self._timeouts: set[asyncio.Timeout] = set()
         self._work = Finishing()
@@ -108,7 +140,9 @@ class Quotas:
     @property
     def redis(self) -> RedisState | None:
         """Return whether Redis counts quotas; None: there is none."""
-        return None if self._shared is None else self._shared.link.state
+        if self._shared is None:
+            return None
+        return self._shared.link.state
 
     async def enter(self, caller: Caller, tokens: int, headers: dict[str, str]) -> QuotaGrant | None:
         """Admit a request, or raise ``OverQuotaError``; None for a caller without limits.
@@ -120,20 +154,23 @@ class Quotas:
             return None
         limit = quota.tokens_per_minute
         if limit is not None and tokens > limit:
-            raise OverQuotaError("tokens", limit, tokens, None)
-        asked, state = Refund(caller.key_id, None, 1, tokens, secrets.token_hex(8)), None
+            raise OverQuotaError("tokens", limit, asked=tokens, retry_after_s=None)
+        slot = secrets.token_hex(8)
+        demand = Refund(caller.key_id, second=None, requests=1, tokens=tokens, slot=slot)
+        state: QuotaState | None = None
         if self._shared is not None and not self._lost:
-            taking = self._take(self._shared, quota, asked)
-            state = await self._work.acquire(taking, partial(self._undo, self._shared, asked))
+            taking = self._take(self._shared, quota, demand)
+            state = await self._work.acquire(taking, partial(self._undo, self._shared, demand))
         in_redis = state is not None
         if state is None:
-            state = self._local.acquire(caller.key_id, quota, tokens, asked.slot)
+            state = self._local.acquire(caller.key_id, quota, tokens=tokens, slot=slot)
         headers.update(limit_headers(quota, state))
         if state.denied is not None:
-            raise OverQuotaError(state.denied, getattr(quota, _LIMITS[state.denied][0]), tokens, state.wait_s)
+            denied_limit = getattr(quota, _LIMITS[state.denied].field)
+            raise OverQuotaError(state.denied, denied_limit, asked=tokens, retry_after_s=state.wait_s)
         if in_redis:
-            self._open[asked.slot] = caller.key_id
-        return QuotaGrant(self, asked._replace(second=state.second), in_redis)
+            self._open[slot] = caller.key_id
+        return QuotaGrant(self, demand._replace(second=state.second), in_redis)
 
     async def settle(self, unused: Refund, *, in_redis: bool) -> None:
         if not in_redis or self._shared is None:
@@ -149,27 +186,34 @@ class Quotas:
         if self._shared is not None:
             await self._shared.aclose()
 
-    async def _take(self, shared: RedisLedger, quota: Quota, asked: Refund) -> QuotaState | None:
+    async def _take(self, shared: RedisLedger, quota: Quota, demand: Refund) -> QuotaState | None:
+        """Take what a request demands in Redis; None if Redis does not serve, and may have taken it nevertheless."""
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep(shared))
         due = time.monotonic() + REDIS_TIMEOUT_S
         try:
-            async with asyncio.timeout(REDIS_TIMEOUT_S) as timeout:
-                self._timeouts.add(timeout)
-                try:
-                    if not self._name:
-                        self._name, _ = await shared.link.name_of(LEDGER_NAME)
-                    return await shared.acquire(asked.key_id, quota, asked.tokens, asked.slot)
-                finally:
-                    self._timeouts.discard(timeout)
+            async with self._bounded_wait():
+                if not self._name:
+                    self._name, _ = await shared.link.name_of(LEDGER_NAME)
+                return await shared.acquire(demand.key_id, quota, tokens=demand.tokens, slot=demand.slot)
         except UNAVAILABLE as error:
-            self._refunds[asked.slot] = asked._replace(due=due)
+            self._refunds[demand.slot] = demand._replace(due=due)
             self._lose(shared, error)
             return None
 
-    async def _undo(self, shared: RedisLedger, asked: Refund, state: QuotaState | None) -> None:
+    @asynccontextmanager
+    async def _bounded_wait(self) -> AsyncIterator[None]:
+        """Limit the time of a request's wait for Redis; it ends at once when another request finds that Redis is lost."""
+        async with asyncio.timeout(REDIS_TIMEOUT_S) as timeout:
+            self._timeouts.add(timeout)
+            try:
+                yield
+            finally:
+                self._timeouts.discard(timeout)
+
+    async def _undo(self, shared: RedisLedger, demand: Refund, state: QuotaState | None) -> None:
         if state is not None and state.denied is None:
-            await self._give_back(shared, asked._replace(second=state.second))
+            await self._give_back(shared, demand._replace(second=state.second))
 
     async def _give_back(self, shared: RedisLedger, unused: Refund) -> None:
         self._refunds[unused.slot] = unused
@@ -185,6 +229,7 @@ class Quotas:
         self._refunds.pop(unused.slot, None)
 
     def _lose(self, shared: RedisLedger, error: BaseException) -> None:
+        """Count alone from now on, and let no request wait for Redis any longer."""
         shared.link.state.fail(error)
         if not self._lost:
             log.warning("Redis does not serve (%s): quotas are counted by this router alone", outage(error))
@@ -198,26 +243,29 @@ class Quotas:
         while True:
             await asyncio.sleep(min(REDIS_RETRY_S, RENEW_S))
             try:
-                await self._look_after(shared)
+                await self._maintain(shared)
             except UNAVAILABLE as error:
                 self._lose(shared, error)
             except Exception as error:  # noqa: BLE001  whatever it is, slots must still be renewed
                 faults.log(error, "slots could not be renewed in Redis; trying again")
 
-    async def _look_after(self, shared: RedisLedger) -> None:
+    async def _maintain(self, shared: RedisLedger) -> None:
+        """Pay refunds and renew slots; if Redis serves again, or has lost its ledger, restore what is open first."""
         name, _ = await shared.link.name_of(LEDGER_NAME)
         if self._name and name != self._name:
-            self._lost = True  # until what is open is held there again
+            self._lost = True  # Until Redis holds again what is open.
             log.warning("Redis has lost what quotas have used: it begins anew")
         self._name = name
         if self._lost:
-            # Nothing is given back there meanwhile, so no slot that is restored is over.
+            # Nothing is given back there meanwhile, so every slot that is restored is still in use.
             await shared.renew(self._open, restore=True)
-        while due := [unused for unused in self._refunds.values() if unused.due <= time.monotonic()]:
-            for unused in due:
+        # While some are paid, others may become due.
+        while due_refunds := [unused for unused in self._refunds.values() if unused.due <= time.monotonic()]:
+            for unused in due_refunds:
                 await self._refund(shared, unused)
         if self._lost:
-            self._lost, self._renew_at = False, 0.0
+            self._lost = False
+            self._renew_at = 0.0
             shared.link.state.recover()
             log.info("Redis serves again: quotas are counted there")
         if time.monotonic() >= self._renew_at:
@@ -234,57 +282,71 @@ class _Counts:
 
     def add(self, second: int, requests: int, tokens: int) -> None:
         used = self.seconds.setdefault(second, [0, 0])
-        used[0], used[1] = used[0] + requests, used[1] + tokens
+        used[0] += requests
+        used[1] += tokens
+
+    def move_window(self, present: int) -> None:
+        """Forget what has left the window; count what is in the future, since the clock was set back, as used now."""
+        for second in [second for second in self.seconds if second < present - WINDOW_S]:
+            del self.seconds[second]
+        for second in [second for second in self.seconds if second > present]:
+            requests, tokens = self.seconds.pop(second)
+            self.add(present, requests, tokens)
 
 
 class LocalLedger:
+    """Counts in this process."""
+
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._keys: dict[str, _Counts] = defaultdict(_Counts)
+        self._counts_by_key: dict[str, _Counts] = defaultdict(_Counts)
 
     def acquire(self, key_id: str, quota: Quota, tokens: int, slot: str) -> QuotaState:
         now = self._now()
-        second, counts = int(now), self._keys[key_id]
-        for old in [s for s in counts.seconds if s < second - WINDOW_S]:
-            del counts.seconds[old]
-        for future in [s for s in counts.seconds if s > second]:  # the clock was set back: as if used just now
-            counts.add(second, *counts.seconds.pop(future))
-        state = window_state(quota, counts.seconds, len(counts.slots), tokens, now)
+        second = int(now)
+        counts = self._counts_by_key[key_id]
+        counts.move_window(second)
+        state = window_state(quota, counts.seconds, slots=len(counts.slots), tokens=tokens, now=now)
         if state.denied is None:
             counts.slots.add(slot)
-            counts.add(second, 1, tokens)
+            counts.add(second, requests=1, tokens=tokens)
         return state
 
     def give_back(self, unused: Refund) -> None:
-        counts = self._keys[unused.key_id]
+        counts = self._counts_by_key[unused.key_id]
         counts.slots.discard(unused.slot)
         if unused.tokens < 0:
-            counts.add(int(self._now()), 0, -unused.tokens)
+            counts.add(int(self._now()), requests=0, tokens=-unused.tokens)
         elif unused.second in counts.seconds:
-            counts.add(unused.second, -unused.requests, -unused.tokens)
+            counts.add(unused.second, requests=-unused.requests, tokens=-unused.tokens)
 
 
 def window_state(quota: Quota, seconds: Mapping[int, Sequence[int]], slots: int, tokens: int, now: float) -> QuotaState:
     """Tell whether one more request is within a quota, and what will be used; ``seconds``: requests and tokens by second."""
-    denied: Resource
-    requests_used, tokens_used = (sum(used[i] for used in seconds.values()) for i in (0, 1))
-    most_requests, most_tokens, most_slots = quota
-    if most_slots is not None and slots >= most_slots:
-        denied, wait_s = "concurrent", 1.0
-    elif most_requests is not None and requests_used >= most_requests:
-        denied, wait_s = "requests", _wait_s(seconds, 0, requests_used + 1 - most_requests, now)
-    elif most_tokens is not None and tokens_used + tokens > most_tokens:
-        denied, wait_s = "tokens", _wait_s(seconds, 1, tokens_used + tokens - most_tokens, now)
+    requests_used = sum(used[0] for used in seconds.values())
+    tokens_used = sum(used[1] for used in seconds.values())
+    max_requests, max_tokens, max_slots = quota
+    denied: Resource | None = None
+    if max_slots is not None and slots >= max_slots:
+        denied = "concurrent"
+        wait_s = 1.0
+    elif max_requests is not None and requests_used >= max_requests:
+        denied = "requests"
+        wait_s = _seconds_until_free(seconds, 0, excess=requests_used + 1 - max_requests, now=now)
+    elif max_tokens is not None and tokens_used + tokens > max_tokens:
+        denied = "tokens"
+        wait_s = _seconds_until_free(seconds, 1, excess=tokens_used + tokens - max_tokens, now=now)
     else:
-        clear_s = int(now) + WINDOW_S + 1 - now
-        return QuotaState(None, requests_used + 1, tokens_used + tokens, clear_s, int(now))
-    return QuotaState(denied, requests_used, tokens_used, wait_s, int(now))
+        wait_s = int(now) + WINDOW_S + 1 - now
+        requests_used += 1
+        tokens_used += tokens
+    return QuotaState(denied, requests=requests_used, tokens=tokens_used, wait_s=wait_s, second=int(now))
 
 
-def _wait_s(seconds: Mapping[int, Sequence[int]], which: int, excess: int, now: float) -> float:
-    """Return the seconds until ``excess`` requests (``which`` is 0) or tokens (1) have left the window."""
+def _seconds_until_free(seconds: Mapping[int, Sequence[int]], kind: int, excess: int, now: float) -> float:
+    """Return the seconds until ``excess`` requests (``kind`` is 0) or tokens (1) have left the window."""
     for second, used in sorted(seconds.items()):
-        excess -= used[which]
+        excess -= used[kind]
         if excess <= 0:
             return second + WINDOW_S + 1 - now
     return float(WINDOW_S)
@@ -295,35 +357,40 @@ class RedisLedger:
 
     def __init__(self, url: str) -> None:
         self.link = RedisLink(url, RedisUse.QUOTAS, REDIS_CONNECTIONS)
-        self._take, self._give_back, self._renew = (
-            Script.read(__file__, f"quota_{name}.lua") for name in ("take", "give_back", "renew")
-        )
+        self._take = Script.read(__file__, "quota_take.lua")
+        self._give_back = Script.read(__file__, "quota_give_back.lua")
+        self._renew = Script.read(__file__, "quota_renew.lua")
 
     async def acquire(self, key_id: str, quota: Quota, tokens: int, slot: str) -> QuotaState:
-        due, names = time.monotonic() + REDIS_TIMEOUT_S, _names(key_id)
-        numbers = [-1 if limit is None else limit for limit in quota]
-        for _ in range(2):  # where Redis' clock was set ahead, the second try knows it
-            until = await self.link.time_at(due, names[0])
-            args = [*numbers, tokens, slot, WINDOW_S, LEASE_S, until]
-            denied, requests, used, wait, second, shown = await self.link.run(self._take, names, args)
-            self.link.learn_time(float(shown), names[0])
+        """Take one request, its tokens and a slot, all or nothing; ``TimeoutError`` if Redis came to it too late."""
+        gives_up_at = time.monotonic() + REDIS_TIMEOUT_S
+        names = _names(key_id)
+        limits = [-1 if limit is None else limit for limit in quota]
+        for _ in range(2):  # If Redis' clock was set ahead, the second attempt knows its time.
+            deadline = await self.link.time_at(gives_up_at, names[0])
+            args = [*limits, tokens, slot, WINDOW_S, LEASE_S, deadline]
+            denied, requests, tokens_used, wait_s, second, redis_time = await self.link.run(self._take, names, args)
+            self.link.learn_time(float(redis_time), names[0])
             if denied != LATE:
-                return QuotaState(denied or None, requests, used, float(wait), second)
+                return QuotaState(
+                    denied or None, requests=requests, tokens=tokens_used, wait_s=float(wait_s), second=second
+                )
         raise TimeoutError
 
     async def give_back(self, unused: Refund) -> None:
         second = "" if unused.second is None else unused.second
-        numbers = [second, unused.requests, unused.tokens, unused.slot, WINDOW_S + 2, LEASE_S]
-        await self.link.run(self._give_back, _names(unused.key_id), numbers)
+        args = [second, unused.requests, unused.tokens, unused.slot, WINDOW_S + 2, LEASE_S]
+        await self.link.run(self._give_back, _names(unused.key_id), args)
 
     async def renew(self, slots: Mapping[str, str], *, restore: bool = False) -> None:
         """Let slots (with the ids of their keys) be held for another lease; ``restore``: also those that Redis has lost."""
-        held: dict[str, list[str]] = defaultdict(list)
+        slots_by_key: dict[str, list[str]] = defaultdict(list)
         for slot, key_id in slots.items():
-            held[key_id].append(slot)
-        for key_id, of_key in held.items():
-            _, name = _names(key_id)
-            await self.link.run(self._renew, [name], [LEASE_S, "restore" if restore else "", *of_key])
+            slots_by_key[key_id].append(slot)
+        mode = "restore" if restore else ""
+        for key_id, key_slots in slots_by_key.items():
+            _, slots_name = _names(key_id)
+            await self.link.run(self._renew, [slots_name], [LEASE_S, mode, *key_slots])
 
     async def aclose(self) -> None:
         await self.link.aclose()
@@ -338,8 +405,11 @@ def limit_headers(quota: Quota, state: QuotaState) -> dict[str, str]:
     """Return the headers that OpenAI's clients know: limit, what is left, and the seconds of ``QuotaState.wait_s``."""
     headers: dict[str, str] = {}
     reset = f"{max(math.ceil(state.wait_s), 0)}s"
-    limits = {"requests": quota.requests_per_minute, "tokens": quota.tokens_per_minute}
-    for (name, limit), used in zip(limits.items(), (state.requests, state.tokens), strict=True):
+    resources = (
+        ("requests", quota.requests_per_minute, state.requests),
+        ("tokens", quota.tokens_per_minute, state.tokens),
+    )
+    for name, limit, used in resources:
         if limit is not None:
             headers[f"x-ratelimit-limit-{name}"] = str(limit)
             headers[f"x-ratelimit-remaining-{name}"] = str(max(limit - used, 0))

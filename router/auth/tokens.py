@@ -39,25 +39,25 @@ from tiers.errors import TrustError
 from tiers.trust import client_context, tls_fault
 
 log = logging.getLogger(f"qarr.{__name__}")
-AGAIN_S = 10.0  # least time between two fetches
-FETCH_S = 5.0  # for which a fetch may take, and requests wait for it
-REFRESH_S = 300.0  # between two fetches
-KEEP_S = 86_400.0  # for which the last keys stay in force while the issuer does not answer
-LEEWAY_S = 30.0  # by which the issuer's clock and the router's may differ
-MOST_BYTES = 1 << 18  # of a JWKS
+AGAIN_S = 10.0  # Least time between two fetches.
+FETCH_S = 5.0  # Most time that a fetch takes, and that requests wait for it.
+REFRESH_S = 300.0  # Time between two fetches that nobody waits for.
+KEEP_S = 86_400.0  # The last keys stay in force for this time while the issuer does not answer.
+LEEWAY_S = 30.0  # The issuer's clock and the router's may differ by this much.
+MOST_BYTES = 1 << 18  # Largest JWKS.
 MOST_TOKEN_CHARS = 8192
-MOST_REMEMBERED = 4096  # checked tokens
-OWN = {"id", "name", "sha256", "created", "revoked", "expires"}  # fields of a key's record that are not rights
-PLAIN = re.compile(r"[A-Za-z0-9@._|-]{1,56}")
+MOST_REMEMBERED = 4096  # Most checked tokens that are remembered.
+NOT_RIGHTS = {"id", "name", "sha256", "created", "revoked", "expires"}  # Fields of a key's record that are not rights.
+PLAIN_SUBJECT = re.compile(r"[A-Za-z0-9@._|-]{1,56}")
 NO_TEAMS: Mapping[str, TeamRecord] = MappingProxyType({})
-SAID = {
+REASONS = {
     jwt.ExpiredSignatureError: "the token has expired",
     jwt.ImmatureSignatureError: "the token is not valid yet",
     jwt.InvalidAudienceError: "the token is for another audience",
     jwt.InvalidIssuerError: "the token is from another issuer",
     jwt.InvalidSignatureError: "the token's signature is not valid",
 }
-Signer = tuple[jwt.PyJWK, str | None]  # a public key of the issuer, and the algorithm that it is for; None: any
+Signer = tuple[jwt.PyJWK, str | None]  # A public key of the issuer, and the algorithm that it is for; None: any.
 
 
 class IssuerError(KeysError):
@@ -75,39 +75,53 @@ class Tokens:
     def __init__(
         self, settings: JwtSettings, now: Callable[[], float] = time.monotonic, *, ca: Path | None = None
     ) -> None:
-        self.settings, self._now, self._ca = settings, now, ca
+        self.settings = settings
+        self._now = now
+        self._ca = ca
         self._url = settings.jwks if "://" in settings.jwks else None
-        self._document: bytes | None = None  # that the keys are from
+        self._document: bytes | None = None  # The JWKS that the keys are from.
         self._signers: dict[str | None, Signer] = {}
-        self._read_at: float | None = None  # when the keys were last read, by the monotonic clock
+        self._read_at: float | None = None  # When the keys were last read, by the monotonic clock.
         self._tried_at: float | None = None
-        self.fault = ""  # why its keys could not be read the last time; empty: they could
+        self.fault = ""  # Why the keys could not be read the last time; empty if they could.
         self._fetching: asyncio.Task[None] | None = None
-        self._known: dict[bytes, tuple[float, Caller]] = {}  # when it expires, by a token's hash
+        # When each token expires that was checked, and whose it is, by the token's hash.
+        self._checked_tokens: dict[bytes, tuple[float, Caller]] = {}
         self._teams = NO_TEAMS
         if self._url is None:
             self._take(self._read_file())
 
     def find(self, token: str, teams: Mapping[str, TeamRecord] = NO_TEAMS) -> Caller:
-        digest, now = hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest(), time.time()
+        """Return the caller with a token.
+
+        Raises:
+            UnauthorizedError: The token is not valid, or has expired.
+            IssuerUnreachableError: It cannot be checked now.
+        """
+        digest = hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
+        now = time.time()
         if not self.in_force:
             raise IssuerUnreachableError("the keys of the tokens' issuer cannot be read now: ask again")
         if teams is not self._teams:
-            self._known.clear()
+            self._checked_tokens.clear()
             self._teams = teams
-        known = self._known.get(digest)
-        if known is not None and now < known[0]:
-            return known[1]
+        checked = self._checked_tokens.get(digest)
+        if checked is not None:
+            expires_at, caller = checked
+            if now < expires_at:
+                return caller
         claims = self._claims(token)
         caller = self._caller(claims)
-        if len(self._known) >= MOST_REMEMBERED:
-            self._known.pop(next(iter(self._known)))
-        self._known[digest] = (claims["exp"] + LEEWAY_S, caller)
+        if len(self._checked_tokens) >= MOST_REMEMBERED:
+            oldest = next(iter(self._checked_tokens))
+            del self._checked_tokens[oldest]
+        self._checked_tokens[digest] = (claims["exp"] + LEEWAY_S, caller)
         return caller
 
     def holds(self, caller: Caller) -> bool:
+        """Tell whether a checked token that has not expired is this caller's."""
         now = time.time()
-        return any(found == caller and now < until for until, found in self._known.values())
+        return any(holder == caller and now < expires_at for expires_at, holder in self._checked_tokens.values())
 
     async def renew(self) -> None:
         """Read the keys again, because one is not known: at most every ``AGAIN_S``; wait for it for ``FETCH_S``."""
@@ -116,8 +130,9 @@ class Tokens:
             await asyncio.wait({self._fetching}, timeout=FETCH_S)
 
     def look(self) -> None:
-        due = self._read_at is None or self._now() - self._read_at > REFRESH_S
-        if self._url is None or due:
+        """Begin to read the keys again, if it is time; a file is read each time."""
+        is_due = self._read_at is None or self._now() - self._read_at > REFRESH_S
+        if self._url is None or is_due:
             self._begin()
 
     async def aclose(self) -> None:
@@ -126,11 +141,16 @@ class Tokens:
             await asyncio.gather(self._fetching, return_exceptions=True)
 
     def _begin(self) -> None:
-        now, least = self._now(), AGAIN_S if self._url is not None else 0.0
-        if self._fetching is None and (self._tried_at is None or now - self._tried_at >= least):
-            self._tried_at = now
-            self._fetching = asyncio.create_task(self._read(), name="reading the issuer's keys")
-            self._fetching.add_done_callback(self._done)
+        """Read the keys in the background, unless that goes on or was done a moment ago."""
+        now = self._now()
+        least_interval_s = AGAIN_S if self._url is not None else 0.0
+        if self._fetching is not None:
+            return
+        if self._tried_at is not None and now - self._tried_at < least_interval_s:
+            return
+        self._tried_at = now
+        self._fetching = asyncio.create_task(self._read(), name="reading the issuer's keys")
+        self._fetching.add_done_callback(self._done)
 
     def _done(self, _task: asyncio.Task[None]) -> None:
         self._fetching = None
@@ -160,8 +180,9 @@ class Tokens:
 
     def _take(self, document: bytes) -> None:
         if document != self._document:
-            self._signers, self._document = parse(document, self.settings.jwks), document
-            self._known.clear()
+            self._signers = parse(document, self.settings.jwks)
+            self._document = document
+            self._checked_tokens.clear()
             log.info("jwt.jwks: %d keys of the issuer are in force", len(self._signers))
         self._read_at = self._now()
 
@@ -171,11 +192,13 @@ class Tokens:
         return self._read_at is not None and self._now() - self._read_at <= KEEP_S
 
     def _claims(self, token: str) -> Mapping[str, Any]:
+        """Check a token and return its claims; ``UnauthorizedError`` if it is not valid."""
         settings = self.settings
         try:
             header = jwt.get_unverified_header(token)
-            algorithm, (signer, only) = header.get("alg"), self._signer(header.get("kid"))
-            if algorithm not in settings.algorithms or only not in {None, algorithm}:
+            algorithm = header.get("alg")
+            signer, signer_algorithm = self._signer(header.get("kid"))
+            if algorithm not in settings.algorithms or signer_algorithm not in {None, algorithm}:
                 allowed = ", ".join(settings.algorithms)
                 raise UnauthorizedError(f"the token's algorithm is not allowed; allowed are {allowed}")
             claims: dict[str, Any] = jwt.decode(
@@ -187,32 +210,36 @@ class Tokens:
         except jwt.MissingRequiredClaimError as error:
             raise UnauthorizedError(f"the token lacks the claim {error.claim}") from None
         except (jwt.PyJWTError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            said = (text for kind, text in SAID.items() if isinstance(error, kind))
-            raise UnauthorizedError(next(said, "the token is not a valid JWT")) from None
+            reasons = (reason for kind, reason in REASONS.items() if isinstance(error, kind))
+            raise UnauthorizedError(next(reasons, "the token is not a valid JWT")) from None
 
     def _signer(self, kid: str | None) -> Signer:
+        """Return the issuer's key with this id; a token needs no id if there is one key only."""
         if kid is None and len(self._signers) == 1:
             return next(iter(self._signers.values()))
-        found = self._signers.get(kid)
-        if found is None and self.fault:
+        signer = self._signers.get(kid)
+        if signer is None and self.fault:
             raise IssuerUnreachableError("the token's key is new here, and its issuer's cannot be read now: ask again")
-        if found is None:
+        if signer is None:
             raise UnknownSignerError("the token is signed by a key that the issuer has not published")
-        return found
+        return signer
 
     def _caller(self, claims: Mapping[str, Any]) -> Caller:
+        """Make a token's caller, whose rights are read as those of a key are."""
         names = self.settings.claims
-        subject, rights = claims[names.name], claims.get(names.rights, {})
+        subject = claims[names.name]
+        rights = claims.get(names.rights, {})
         if not isinstance(subject, str) or not subject:
             raise UnauthorizedError(f"the token's claim {names.name} is no text")
-        if not isinstance(rights, dict) or OWN & rights.keys():
+        if not isinstance(rights, dict) or NOT_RIGHTS & rights.keys():
             raise UnauthorizedError(f"the token's claim {names.rights} is no object of rights")
-        if PLAIN.fullmatch(subject):
-            key_id = f"jwt:{subject}"
-        else:
-            # No plain subject has a colon, so no other subject has this id.
-            key_id = f"jwt:sha256:{hashlib.sha256(subject.encode('utf-8', 'surrogatepass')).hexdigest()[:48]}"
-        record = {"id": key_id, "name": subject[:100], "sha256": "0" * 64, "created": datetime.now(UTC), **rights}
+        record = {
+            "id": _key_id(subject),
+            "name": subject[:100],
+            "sha256": "0" * 64,
+            "created": datetime.now(UTC),
+            **rights,
+        }
         try:
             key = KeyRecord.model_validate_json(json.dumps(record, default=str), strict=True)
         except ValidationError as error:
@@ -224,27 +251,37 @@ class Tokens:
         return key.caller(self._teams)
 
 
+def _key_id(subject: str) -> str:
+    """Return the id that stands for a token's subject in logs and budgets."""
+    if PLAIN_SUBJECT.fullmatch(subject):
+        return f"jwt:{subject}"
+    # A plain subject has no colon, so none gets such an id.
+    digest = hashlib.sha256(subject.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"jwt:sha256:{digest[:48]}"
+
+
 def parse(document: bytes, source: str) -> dict[str | None, Signer]:
     """Return a JWKS' public keys by their ids; secrets, which anybody who checks could sign with, are left out.
 
-    ``IssuerError``: it is none, or has no key that can be used.
+    Raises:
+        IssuerError: The document is no JWKS, or has no key that can be used.
     """
-    found: dict[str | None, Signer] = {}
+    signers: dict[str | None, Signer] = {}
     try:
         for published in json.loads(document)["keys"]:
             if published.get("kty") != "oct" and published.get("use", "sig") == "sig":
-                with suppress(jwt.PyJWTError):  # of a kind that is not known here
-                    found[published.get("kid")] = jwt.PyJWK.from_dict(published), published.get("alg")
+                with suppress(jwt.PyJWTError):  # Keys of a kind that is not known here are left out.
+                    signers[published.get("kid")] = (jwt.PyJWK.from_dict(published), published.get("alg"))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise IssuerError(f"{source} is not a JWKS ({type(error).__name__})") from None
-    if not found:
+    if not signers:
         raise IssuerError(f"{source} has no public key that can be used")
-    return found
+    return signers
 
 
 async def fetch(url: str, ca: Path | None = None) -> bytes:
-    """Return what an issuer publishes; ``IssuerError``: it does not answer as it should."""
-    data = b""
+    """Return what an issuer publishes; ``IssuerError`` if it does not answer as it should."""
+    document = b""
     try:
         verify = client_context(ca)
         async with (
@@ -254,12 +291,12 @@ async def fetch(url: str, ca: Path | None = None) -> bytes:
             if answer.status_code != httpx.codes.OK:
                 raise IssuerError(f"{url} answers HTTP {answer.status_code}")
             async for part in answer.aiter_bytes():
-                data += part
-                if len(data) > MOST_BYTES:
+                document += part
+                if len(document) > MOST_BYTES:
                     raise IssuerError(f"{url} answers with more than {MOST_BYTES} bytes")
     except TrustError as error:
         raise IssuerError(f"{url} cannot be asked: {error}") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         why = tls_fault(error) or type(error).__name__
         raise IssuerError(f"{url} does not answer ({why})") from None
-    return data
+    return document

@@ -9,8 +9,8 @@ import sys
 from dataclasses import dataclass
 
 log = logging.getLogger(f"qarr.{__name__}")
-SPARE_CONNECTIONS = 64  # beyond the limit: these get an error, further ones are dropped
-FILES_BESIDES = 256  # open files besides connections; of a low limit a quarter
+SPARE_CONNECTIONS = 64  # This many beyond the limit get an error; further ones are dropped.
+FILES_BESIDES = 256  # Open files besides connections. If the limit is low, a quarter of it is kept for them.
 
 
 @dataclass(frozen=True, slots=True)

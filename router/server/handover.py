@@ -25,11 +25,14 @@ from router.aio import end_tasks
 from tiers.background import lasting
 
 log = logging.getLogger(f"qarr.{__name__}")
-HELLO, READY, LEAVING, TAKEN = b"take over 1\n", b"ready\n", b"leaving\n", b"taken\n"
-MOST_PEERS = 16  # routers that may connect at once
-ANSWER_S = 10.0  # the old router answers at once, or never
-LONGEST_LINE = 200
-_CREDENTIALS = struct.Struct("3i")  # <linux/socket.h> ucred: pid, uid, gid
+HELLO = b"take over 1\n"
+READY = b"ready\n"
+LEAVING = b"leaving\n"
+TAKEN = b"taken\n"
+MOST_PEERS = 16  # New routers that may be connected at once.
+ANSWER_S = 10.0  # The old router answers at once, or never.
+MAX_LINE_BYTES = 200
+_CREDENTIALS = struct.Struct("3i")  # ``ucred`` of <linux/socket.h>: pid, uid, gid.
 
 
 class TakeoverError(Exception):
@@ -48,17 +51,22 @@ class HandoverClient:
     """The new router's side: its connection to the old router."""
 
     def __init__(self, connection: socket.socket, path: Path) -> None:
-        self._connection, self._path = connection, path
+        self._connection = connection
+        self._path = path
 
     @classmethod
     def ask(cls, path: Path) -> tuple[HandoverClient, socket.socket]:
-        """Ask the running router for its listening socket; it keeps serving. ``TakeoverError``: it does not give it."""
+        """Ask the running router for its listening socket; it keeps serving.
+
+        Raises:
+            TakeoverError: There is no such router, or it does not hand over its socket.
+        """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(ANSWER_S)
         try:
             connection.connect(str(path))
             connection.sendall(HELLO)
-            line, fds, _, _ = socket.recv_fds(connection, LONGEST_LINE, 1)
+            line, fds, _, _ = socket.recv_fds(connection, MAX_LINE_BYTES, 1)
         except OSError as error:
             connection.close()
             raise TakeoverError(
@@ -80,9 +88,9 @@ class HandoverClient:
             TakeoverError: The old one does not answer; it may still accept connections.
         """
         try:
-            with contextlib.suppress(BrokenPipeError):  # it may have answered already, and ended
+            with contextlib.suppress(BrokenPipeError):  # The old router may have answered already, and ended.
                 self._connection.sendall(READY)
-            answer = self._connection.recv(LONGEST_LINE)
+            answer = self._connection.recv(MAX_LINE_BYTES)
         except OSError as error:
             raise TakeoverError(f"the old router does not answer at {self._path}: end it") from error
         finally:
@@ -112,19 +120,19 @@ def _control_socket(path: Path) -> Iterator[socket.socket]:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     control.setblocking(False)
-    part = path.with_suffix(f".{os.getpid()}")
-    part.unlink(missing_ok=True)
-    control.bind(str(part))
-    part.chmod(0o600)
+    own_path = path.with_suffix(f".{os.getpid()}")
+    own_path.unlink(missing_ok=True)
+    control.bind(str(own_path))
+    own_path.chmod(0o600)
     control.listen(MOST_PEERS)
-    part.replace(path)
+    own_path.replace(path)
     inode = path.stat().st_ino
     try:
         yield control
     finally:
         control.close()
         with contextlib.suppress(OSError):
-            if path.stat().st_ino == inode:  # otherwise it is that of the router that took over
+            if path.stat().st_ino == inode:  # Otherwise the router that took over has put its own there.
                 path.unlink()
 
 
@@ -132,9 +140,13 @@ class _Handover:
     """The old router's side. A task answers each new router, so that a silent one delays no other."""
 
     def __init__(self, control: socket.socket, shared: socket.socket, version: str, leave: Callable[[], None]) -> None:
-        self._control, self._shared, self._version, self._leave = control, shared, version, leave
-        self._taken = False
-        self.peers: dict[asyncio.Task[None], socket.socket] = {}  # these tasks with their connections, the oldest first
+        self._control = control
+        self._shared = shared
+        self._version = version
+        self._leave = leave
+        self._is_taken_over = False
+        # The tasks that answer new routers, with their connections, the oldest first.
+        self.peers: dict[asyncio.Task[None], socket.socket] = {}
 
     async def accept(self) -> None:
         """Answer new routers until cancelled; if too many are connected, end the oldest connection."""
@@ -151,33 +163,46 @@ class _Handover:
         loop = asyncio.get_running_loop()
         with connection:
             try:
-                if not await self._other_is_ready(connection):
+                if not await self._becomes_ready(connection):
                     return
-                if self._taken:
+                if self._is_taken_over:
                     await loop.sock_sendall(connection, TAKEN)
                     return
-                self._taken = True
+                self._is_taken_over = True
                 self._leave()
                 await loop.sock_sendall(connection, LEAVING)
             except OSError as error:
                 log.warning("a router that was to take over went away: %s", str(error) or "it says nothing")
             else:
-                for other in self.peers.values():
-                    if other is not connection:
-                        with contextlib.suppress(OSError):
-                            other.send(TAKEN)
+                self._turn_away_all_but(connection)
 
-    async def _other_is_ready(self, connection: socket.socket) -> bool:
+    def _turn_away_all_but(self, successor: socket.socket) -> None:
+        for connection in self.peers.values():
+            if connection is not successor:
+                with contextlib.suppress(OSError):
+                    connection.send(TAKEN)
+
+    async def _becomes_ready(self, connection: socket.socket) -> bool:
+        """Send the listening socket to a new router that may have it; return whether that router then becomes ready."""
         loop = asyncio.get_running_loop()
         connection.setblocking(False)
-        _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        if uid not in {os.getuid(), 0}:
-            log.warning("user %d may not take over this router", uid)
+        if not _may_take_over(connection):
             return False
         async with asyncio.timeout(ANSWER_S):
-            if await loop.sock_recv(connection, LONGEST_LINE) != HELLO:
+            if await loop.sock_recv(connection, MAX_LINE_BYTES) != HELLO:
                 return False
-        if self._taken:
+        if self._is_taken_over:
             return False
         socket.send_fds(connection, [f"qarr {self._version}\n".encode()], [self._shared.fileno()])
-        return await loop.sock_recv(connection, LONGEST_LINE) == READY  # after warm-up, which takes long
+        # Without a time limit: the new router warms up its engines first, which takes long.
+        return await loop.sock_recv(connection, MAX_LINE_BYTES) == READY
+
+
+def _may_take_over(connection: socket.socket) -> bool:
+    """Tell whether the process at the other end runs as the same user, or as root."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(credentials)
+    if uid in {os.getuid(), 0}:
+        return True
+    log.warning("user %d may not take over this router", uid)
+    return False

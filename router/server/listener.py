@@ -15,8 +15,8 @@ from typing import Any
 from router.server.connection_limit import files_for_clients
 
 log = logging.getLogger(f"qarr.{__name__}")
-ACCEPTED_A_TURN = 256  # at most: open streams wait meanwhile, for some 15 ms
-RETRY_S = 0.1  # after a failed attempt, for example while the process may open no more files
+ACCEPTED_A_TURN = 256  # At most: open streams wait meanwhile, for some 15 ms.
+RETRY_S = 0.1  # Time after a failed attempt, for example while the process may open no more files.
 WARNING_INTERVAL_S = 60.0
 
 
@@ -35,7 +35,8 @@ class Listener:
         self._loop = asyncio.get_running_loop()
         self._retry: asyncio.TimerHandle | None = None
         self._warned_at: float | None = None
-        self.opening: set[asyncio.Task[None]] = set()  # connections that were accepted, and have no protocol yet
+        # Connections that were accepted, and have no protocol yet.
+        self.opening: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         self._sock.setblocking(False)
@@ -52,39 +53,42 @@ class Listener:
         """Wait until the accepted connections have their protocols; end those that are still in a TLS handshake then."""
         if not self.opening:
             return
-        _, late = await asyncio.wait(self.opening, timeout=limit_s)
-        for task in late:
+        _, unfinished = await asyncio.wait(self.opening, timeout=limit_s)
+        for task in unfinished:
             task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+        await asyncio.gather(*unfinished, return_exceptions=True)
 
     def _accept_when_ready(self) -> None:
         self._retry = None
         self._loop.add_reader(self._sock, self._accept_waiting)
 
     def _accept_waiting(self) -> None:
-        most_files = files_for_clients()
+        max_files = files_for_clients()
         for _ in range(ACCEPTED_A_TURN):
             try:
                 connection, _ = self._sock.accept()
             except (BlockingIOError, InterruptedError):
                 return
-            except ConnectionAbortedError:  # this client has left, others may wait
+            except ConnectionAbortedError:  # This client has left; others may wait.
                 continue
             except OSError as error:
                 self._pause(error.strerror or str(error))
                 return
-            connection.setblocking(False)
-            task = self._loop.create_task(self._open(connection), name="open a connection")
-            self.opening.add(task)
-            task.add_done_callback(self.opening.discard)
-            if connection.fileno() >= most_files:  # a new file has the lowest number that is free
+            self._start_opening(connection)
+            if connection.fileno() >= max_files:  # A new file has the lowest number that is free.
                 self._pause("files run out")
                 return
+
+    def _start_opening(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        task = self._loop.create_task(self._open(connection), name="open a connection")
+        self.opening.add(task)
+        task.add_done_callback(self.opening.discard)
 
     async def _open(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._make_protocol, connection, **self._tls_options)
-        except OSError as error:  # ssl.SSLError is one; the transport has closed the connection
+        except OSError as error:  # ``ssl.SSLError`` is one. The transport has closed the connection.
             log.debug("a client's connection was not opened: %s", error)
 
     def _pause(self, why: str) -> None:

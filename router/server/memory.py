@@ -14,7 +14,8 @@ from collections.abc import Callable
 from functools import cache
 
 EVERY_S = 60.0
-# Objects more than at the last collection, about 10 MB of them; collections of younger objects before one of older ones.
+# A collection begins at this many objects more than at the last one, about 10 MB of them. The other two numbers say how many
+# collections of younger objects there are before one of older ones.
 COLLECTED_AT = (100_000, 5, 5)
 
 
@@ -22,21 +23,22 @@ def set_aside() -> None:
     """Freeze all present objects, as the documentation of ``gc.freeze`` says, and collect seldom from now on."""
     gc.collect()
     gc.freeze()
-    gc.collect()  # resets the count, frozen objects included, of which a quarter must be new before a full collection
+    # A full collection waits until new objects are a quarter of those counted at the last one: frozen ones must not count.
+    gc.collect()
     gc.set_threshold(*COLLECTED_AT)
 
 
 async def keep_handing_back() -> None:
     while (trim := malloc_trim()) is not None:
         await asyncio.sleep(EVERY_S)
-        await asyncio.to_thread(trim, 0)  # takes longer the more there is
+        await asyncio.to_thread(trim, 0)  # It takes longer the more there is.
 
 
 @cache
 def malloc_trim() -> Callable[[int], int] | None:
     try:
         trim = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError):  # not glibc
+    except (AttributeError, OSError):  # The C library is not glibc.
         return None
     trim.argtypes = [ctypes.c_size_t]
     return trim

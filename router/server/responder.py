@@ -10,14 +10,13 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
-
 from router.lifecycle import ServerPhase, ServerState
+from router.server.uvicorn_adapter import STATUS_LINE, RequestCycle
 
-OUT = "qarr.out"  # in a scope: the request's ``Responder``
-HOLD = "qarr.hold"  # in the message that starts an answer: its body follows at once
-CLIENT_GONE = 499  # nginx's status for a request whose client closed the connection
-_NO_BODY = {204, 304}
+OUT = "qarr.out"  # This key of a scope holds the request's ``Responder``.
+HOLD = "qarr.hold"  # This key of the message that starts an answer says that its body follows at once.
+CLIENT_GONE = 499  # nginx's status for a request whose client closed the connection.
+_STATUSES_WITHOUT_BODY = {204, 304}
 # Some clients take an empty line for the end of an event, even after a comment: a comment has one line end.
 KEEP_ALIVE = b": waiting\n"
 
@@ -25,101 +24,140 @@ KEEP_ALIVE = b": waiting\n"
 class Responder:
     """One request's answer: how far it is, and what the application sends as HTTP/1.1.
 
-    ``cycle`` is uvicorn's state of the request, kept up to date. The head was sent if it has ``begun``, before it was known
-    who answers if ``early``.
+    Attributes:
+        cycle: uvicorn's state of the request, which is kept up to date.
+        task: The task that answers.
+        cancels: Whether that task is cancelled if the client leaves before it has the whole answer.
+        outer: By it heads pass the layers around the application; for bodies these layers have no use.
+        begun: Whether the head was sent.
+        early: Whether it was sent before it was known who answers.
+        streams: Whether the answer is a stream of events.
+        complete: Whether the whole answer was sent.
     """
 
     __slots__ = (
-        *("_chunked", "_early", "_has_sent", "_head", "_interval_s", "_left", "_timer", "begun", "cancels", "complete"),
-        *("cycle", "early", "outer", "server_state", "status", "streams", "task"),
+        "_comment_interval_s",
+        "_early_stream",
+        "_has_sent_since_check",
+        "_is_chunked",
+        "_remaining_bytes",
+        "_silence_timer",
+        "_unsent_head",
+        "begun",
+        "cancels",
+        "complete",
+        "cycle",
+        "early",
+        "outer",
+        "server_state",
+        "status",
+        "streams",
+        "task",
     )
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
+    def __init__(self, cycle: RequestCycle) -> None:
         self.cycle = cycle
-        cycle.scope[OUT] = self  # type: ignore[literal-required]
+        cycle.scope[OUT] = self
         cycle.send = self.send  # type: ignore[method-assign]
-        self._head = b""  # not written yet
-        self._chunked = False
-        self._left: int | None = None  # bytes of the body to come; None: its end is told otherwise
-        self.task: asyncio.Task[Any] | None = None  # that answers
-        self.cancels = False  # cancel it once the client leaves before it has the whole answer
-        self._interval_s: float | None = None  # longest silence of a stream; None: any
-        self._timer: asyncio.TimerHandle | None = None
-        self._has_sent = False  # something of a stream, since the last look at its silence
-        self._early: asyncio.Task[None] | None = None
-        self.outer: Any = None  # by which heads pass the layers around the application; bodies are of no use to them
+        self._unsent_head = b""
+        self._is_chunked = False
+        self._remaining_bytes: int | None = None  # None for a body whose end its head does not say.
+        self.task: asyncio.Task[Any] | None = None
+        self.cancels = False
+        self._comment_interval_s: float | None = None  # None for a stream that may be silent for any time.
+        self._silence_timer: asyncio.TimerHandle | None = None
+        self._has_sent_since_check = False
+        self._early_stream: asyncio.Task[None] | None = None
+        self.outer: Any = None
         self.server_state: ServerState | None = None
-        self.begun = self.streams = self.early = self.complete = False
+        self.begun = False
+        self.streams = False
+        self.early = False
+        self.complete = False
         self.status = CLIENT_GONE
 
     def close(self) -> None:
-        """Let go of what leads here, or the garbage collector would have to."""
-        self._stop_timer()
-        self.task = self.outer = None
-        del self.cycle.scope[OUT], self.cycle.send  # type: ignore[literal-required]
+        """Break the reference cycles through this object, or the garbage collector would have to."""
+        self._stop_silence_timer()
+        self.task = None
+        self.outer = None
+        del self.cycle.scope[OUT]
+        del self.cycle.send
 
     def leave(self) -> None:
-        self._stop_timer()
+        """Tell the application that its client has left."""
+        self._stop_silence_timer()
         self.cycle.disconnected = True
         self.cycle.message_event.set()
         if self.cancels and self.task is not None:
             self.task.cancel()
 
     async def respond(self, message: Any) -> None:
+        """Send a message of the application, a head by way of the layers around it."""
         if message["type"] == "http.response.body":
             await self.send(message)
             self.complete = not message.get("more_body", False)
             return
         if message["type"] == "http.response.start":
-            if self._timer is not None or self._early is not None:
-                self.stop_waiting()
-                if self._early is not None:
-                    await asyncio.wait({self._early})
-                if self.early:
-                    self._watch_silence()
-                    return
-            self.begun, self.status = True, message["status"]
-            media_type = dict(message.get("headers", ())).get(b"content-type", b"")
-            self.streams = media_type.startswith(b"text/event-stream")
-            if self.server_state is not None and self.server_state.state is not ServerPhase.OPEN:
-                others = [(name, value) for name, value in message.get("headers", ()) if name != b"connection"]
-                message = {**message, "headers": [*others, (b"connection", b"close")]}
+            if self._silence_timer is not None or self._early_stream is not None:
+                await self._finish_waiting()
+            if self.early:
+                self._watch_silence()
+                return
+            message = self._begin(message)
         await self.outer(message)
-        if self.streams and self._interval_s is not None:
+        if self.streams and self._comment_interval_s is not None:
             self._watch_silence()
+
+    def _begin(self, message: Any) -> Any:
+        """Note an answer's head; return it as it is sent: a server that shuts down closes its connections."""
+        headers = message.get("headers", ())
+        self.begun = True
+        self.status = message["status"]
+        media_type = dict(headers).get(b"content-type", b"")
+        self.streams = media_type.startswith(b"text/event-stream")
+        if self.server_state is None or self.server_state.state is ServerPhase.OPEN:
+            return message
+        kept_headers = [(name, value) for name, value in headers if name != b"connection"]
+        return {**message, "headers": [*kept_headers, (b"connection", b"close")]}
 
     def break_silences(self, interval_s: float, head: Callable[[], Any]) -> None:
         """Send comments at this interval while a stream is silent, for proxies cut silent connections.
 
         If its first event is late, the stream begins with a comment, after ``head`` as made then.
         """
-        self._interval_s = interval_s
-        self._timer = asyncio.get_running_loop().call_later(interval_s, self._begin_early, interval_s, head)
+        self._comment_interval_s = interval_s
+        loop = asyncio.get_running_loop()
+        self._silence_timer = loop.call_later(interval_s, self._start_early_stream, interval_s, head)
 
-    def _begin_early(self, interval_s: float, make: Callable[[], Any]) -> None:
-        async def keep_alive() -> None:
-            head = make()
-            await self.outer(head)  # cancelled while the client takes no more, it has sent nothing
-            self.begun = self.streams = self.early = True
-            self.status = head["status"]
-            while True:
-                await self.send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
-                await asyncio.sleep(interval_s)
-
+    def _start_early_stream(self, interval_s: float, make_head: Callable[[], Any]) -> None:
         if not self.begun:
-            self._early = asyncio.create_task(keep_alive())
+            self._early_stream = asyncio.create_task(self._send_early_stream(interval_s, make_head))
+
+    async def _send_early_stream(self, interval_s: float, make_head: Callable[[], Any]) -> None:
+        """Send a head and then comments, until cancelled because the first event has come."""
+        head = make_head()
+        await self.outer(head)  # If cancelled here, because the client takes no more, nothing has been sent.
+        self.begun = True
+        self.streams = True
+        self.early = True
+        self.status = head["status"]
+        while True:
+            await self.send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            await asyncio.sleep(interval_s)
 
     def _watch_silence(self) -> None:
-        assert self._interval_s is not None
-        self._has_sent = False
-        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._look_at_silence)
+        assert self._comment_interval_s is not None
+        self._has_sent_since_check = False
+        loop = asyncio.get_running_loop()
+        self._silence_timer = loop.call_later(self._comment_interval_s, self._check_silence)
 
-    def _look_at_silence(self) -> None:
-        """Send a comment if nothing was sent since the last look; between events, for these are written as a whole."""
-        cycle, self._timer = self.cycle, None
-        if cycle.disconnected or cycle.response_complete:
+    def _check_silence(self) -> None:
+        """Send a comment if nothing was sent since the last check; it cannot split an event, which is written at once."""
+        self._silence_timer = None
+        if self.cycle.disconnected or self.cycle.response_complete:
             return
-        if not self._has_sent:
+        if not self._has_sent_since_check:
             self.send_comment()
         self._watch_silence()
 
@@ -129,15 +167,21 @@ class Responder:
         if self.streams and not cycle.flow.write_paused and not cycle.response_complete:
             self.feed((KEEP_ALIVE,))
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _stop_silence_timer(self) -> None:
+        if self._silence_timer is not None:
+            self._silence_timer.cancel()
+            self._silence_timer = None
 
     def stop_waiting(self) -> None:
-        self._stop_timer()
-        if self._early is not None:
-            self._early.cancel()
+        """Send no more comments in place of an answer that has not begun."""
+        self._stop_silence_timer()
+        if self._early_stream is not None:
+            self._early_stream.cancel()
+
+    async def _finish_waiting(self) -> None:
+        self.stop_waiting()
+        if self._early_stream is not None:
+            await asyncio.wait({self._early_stream})
 
     def feed(self, events: Sequence[bytes]) -> bool:
         """Send events of a stream that has begun, its head with the first; tell whether the client takes more now."""
@@ -145,12 +189,12 @@ class Responder:
         if cycle.disconnected:
             return False
         data = b"".join(events)
-        if data or self._head:
-            self._has_sent = True
-            if data and self._chunked:
+        if data or self._unsent_head:
+            self._has_sent_since_check = True
+            if data and self._is_chunked:
                 data = b"%x\r\n%b\r\n" % (len(data), data)
-            cycle.transport.write(self._head + data)
-            self._head = b""
+            cycle.transport.write(self._unsent_head + data)
+            self._unsent_head = b""
         return not cycle.flow.write_paused
 
     async def drain(self) -> None:
@@ -169,58 +213,74 @@ class Responder:
             return
         if message["type"] == "http.response.start":
             self._start(message["status"], message.get("headers", ()))
-            if self._left is None and not message.get(HOLD):
-                cycle.transport.write(self._head)
-                self._head = b""
+            if self._remaining_bytes is None and not message.get(HOLD):
+                cycle.transport.write(self._unsent_head)
+                self._unsent_head = b""
         elif cycle.response_complete or not cycle.response_started:
             raise RuntimeError(f"{message['type']} after the end of an answer, or before its head")
         else:
-            self._body(message.get("body", b""), more=message.get("more_body", False))
+            self._write_body(message.get("body", b""), more=message.get("more_body", False))
 
     def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Make the head, which says how long the body is or how its end is known."""
         cycle = self.cycle
         if cycle.response_started:
             raise RuntimeError("an answer has one head")
-        cycle.response_started, cycle.waiting_for_100_continue = True, False
-        lines, closes = [STATUS_LINE[status]], False
+        cycle.response_started = True
+        cycle.waiting_for_100_continue = False
+        lines = [STATUS_LINE[status]]
+        says_close = False
         for name, value in (*cycle.default_headers, *headers):
             lines.append(b"%b: %b\r\n" % (name, value))
             if name == b"content-length":
-                self._left = int(value)
+                self._remaining_bytes = int(value)
             elif name == b"connection" and b"close" in value.lower():
-                closes = True
-        if cycle.scope["method"] == "HEAD" or status in _NO_BODY:
-            self._left = 0
-        elif self._left is None and cycle.scope["http_version"] != "1.0":  # there the connection's end ends the answer
-            self._chunked = True
+                says_close = True
+        if cycle.scope["method"] == "HEAD" or status in _STATUSES_WITHOUT_BODY:
+            self._remaining_bytes = 0
+        elif self._remaining_bytes is None and cycle.scope["http_version"] != "1.0":
+            # In HTTP/1.0 the end of the connection ends the answer.
+            self._is_chunked = True
             lines.append(b"transfer-encoding: chunked\r\n")
-        if closes:
+        if says_close:
             cycle.keep_alive = False
         elif not cycle.keep_alive:
             lines.append(b"connection: close\r\n")
-        head = b"".join(lines)
-        if head.count(b"\n") + head.count(b"\r") != 2 * len(lines) or b"\0" in head:
-            raise RuntimeError("a header holds a line break or a NUL")
-        self._head = head + b"\r\n"
+        self._unsent_head = _checked_head(lines) + b"\r\n"
 
-    def _body(self, data: bytes, *, more: bool) -> None:
-        cycle = self.cycle
-        if self._left is not None:
-            if cycle.scope["method"] == "HEAD":
+    def _write_body(self, data: bytes, *, more: bool) -> None:
+        """Write a part of the body, after the head if that was held back; end the answer with the last part."""
+        if self._remaining_bytes is not None:
+            if self.cycle.scope["method"] == "HEAD":
                 data = b""
-            self._left -= len(data)
-            if self._left < 0 or (self._left and not more):
+            self._remaining_bytes -= len(data)
+            if self._remaining_bytes < 0 or (self._remaining_bytes and not more):
                 raise RuntimeError("the body is not as long as its head says")
-        elif self._chunked:
-            data = (b"%x\r\n%b\r\n" % (len(data), data) if data else b"") + (b"" if more else b"0\r\n\r\n")
-        if data or self._head:
-            self._has_sent = True
-            cycle.transport.write(self._head + data)
-            self._head = b""
+        elif self._is_chunked:
+            if data:
+                data = b"%x\r\n%b\r\n" % (len(data), data)
+            if not more:
+                data += b"0\r\n\r\n"
+        if data or self._unsent_head:
+            self._has_sent_since_check = True
+            self.cycle.transport.write(self._unsent_head + data)
+            self._unsent_head = b""
         if not more:
-            self._stop_timer()
-            cycle.response_complete = True
-            cycle.message_event.set()
-            if not cycle.keep_alive:
-                cycle.transport.close()
-            cycle.on_response()
+            self._complete()
+
+    def _complete(self) -> None:
+        self._stop_silence_timer()
+        cycle = self.cycle
+        cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        cycle.on_response()
+
+
+def _checked_head(lines: Sequence[bytes]) -> bytes:
+    """Join the lines of a head, each with its line end; refuse one that a header's value has split in two."""
+    head = b"".join(lines)
+    if head.count(b"\n") + head.count(b"\r") != 2 * len(lines) or b"\0" in head:
+        raise RuntimeError("a header holds a line break or a NUL")
+    return head

@@ -15,20 +15,20 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.config import STARTUP_FAILURE
 
 from router.lifecycle import ServerPhase, ServerState
 from router.server.connection_limit import ConnectionLimit, allow_files
 from router.server.listener import Listener
 from router.server.settings import ServerSettings
 from router.server.tls import Tls
+from router.server.uvicorn_adapter import STARTUP_FAILURE, UvicornServer
 
 log = logging.getLogger(f"qarr.{__name__}")
 POLL_S = 0.05
-IDLE_S = 5  # after a handover, for which idle connections may still send a request
-SHUTDOWN_S = 5.0  # for which a client may confirm the end of TLS
-OPENING_S = 0.1  # at the end, for connections that were accepted and are not open yet
-CUT_S = 2  # after the deadline, for sending the error that ends unfinished answers
+IDLE_S = 5  # After a handover, idle connections may still send a request for this time.
+SHUTDOWN_S = 5.0  # A client has this time to confirm the end of TLS.
+OPENING_S = 0.1  # At the end, connections that were accepted and are not open yet have this time to open.
+CUT_S = 2  # After the deadline, the errors that end unfinished answers have this time to be sent.
 
 
 def _has_terminal() -> bool:
@@ -39,7 +39,7 @@ def _has_terminal() -> bool:
     return True
 
 
-class Server(uvicorn.Server):
+class Server(UvicornServer):
     """uvicorn without its signal handling, which would raise the signal again before engines are stopped."""
 
     def __init__(
@@ -63,7 +63,8 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=CUT_S,
         )
         super().__init__(config)
-        self._server_state, self._drain_s = server_state, settings.drain_s
+        self._server_state = server_state
+        self._drain_s = settings.drain_s
         self._leaving: asyncio.Task[None] | None = None
         self._listeners: list[Listener] = []
         self.tls_options: dict[str, Any] = {}
@@ -75,15 +76,11 @@ class Server(uvicorn.Server):
             }
 
     def make_protocol(self) -> asyncio.Protocol:
-        config = self.config
-        protocol: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg]
-            config=config, server_state=self.server_state, app_state=self.lifespan.state
-        )
-        return protocol
+        return self._new_connection()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections of the given sockets, which listen already."""
-        self.servers = []  # uvicorn's own accept one connection a turn of the event loop
+        self.servers = []  # uvicorn's own would accept one connection a turn of the event loop.
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             sys.exit(STARTUP_FAILURE)
@@ -93,7 +90,7 @@ class Server(uvicorn.Server):
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn's, which after a second signal leaves the application as it is: what it has not written is lost."""
+        """Shut down as uvicorn does, and end the application after a second signal too, so that it writes what it has."""
         for listener in self._listeners:
             listener.close()
             await listener.finish_opening(OPENING_S)
@@ -115,17 +112,18 @@ class Server(uvicorn.Server):
 
         The kernel sends SIGHUP too when the terminal goes away: that ends the router like SIGTERM.
         """
-        loop, had_terminal = asyncio.get_running_loop(), _has_terminal()
+        loop = asyncio.get_running_loop()
+        had_terminal = _has_terminal()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled)
 
-        def hung_up() -> None:
+        def handle_hangup() -> None:
             if had_terminal and not _has_terminal():
                 self._signalled()
             else:
                 on_reload()
 
-        loop.add_signal_handler(signal.SIGHUP, hung_up)
+        loop.add_signal_handler(signal.SIGHUP, handle_hangup)
 
     async def accepting(self, serving: asyncio.Task[None]) -> None:
         while not self.started and not serving.done():  # noqa: ASYNC110
@@ -141,28 +139,34 @@ class Server(uvicorn.Server):
     def _signalled(self) -> None:
         if not self.started or not self._server_state.open:
             self._server_state.end_all()
-            self.force_exit = self.should_exit = True
+            self.force_exit = True
+            self.should_exit = True
             return
         self._server_state.state = ServerPhase.DRAINING
         self._leaving = asyncio.create_task(self._leave(idle_too=False), name="leave")
 
     async def _leave(self, *, idle_too: bool) -> None:
-        """Wait until every answer is complete, or until the deadline; then end the server."""
+        """Wait until every answer is complete, or until the deadline; then end the server.
+
+        With ``idle_too`` idle connections are waited for as well, since their clients may be sending a request.
+        """
         now = time.monotonic()
-        deadline, idle_until = now + self._drain_s, now + IDLE_S
-        why, left = (
-            "another router takes over" if idle_too else "shutting down",
-            len(self._server_state.active_requests),
-        )
-        log.info("%s: %d open requests have %g s to finish", why, left, self._drain_s)
+        deadline = now + self._drain_s
+        idle_deadline = now + IDLE_S if idle_too else now
+        why = "another router takes over" if idle_too else "shutting down"
+        open_requests = len(self._server_state.active_requests)
+        log.info("%s: %d open requests have %g s to finish", why, open_requests, self._drain_s)
         await asyncio.sleep(POLL_S)
-        while time.monotonic() < deadline and (  # noqa: ASYNC110
-            self._server_state.active_requests
-            or (idle_too and self._has_connections() and time.monotonic() < idle_until)
-        ):
+        while time.monotonic() < deadline and self._may_still_be_used(idle_deadline):  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
         self._server_state.end_all()
         self.should_exit = True
+
+    def _may_still_be_used(self, idle_deadline: float) -> bool:
+        """Tell whether a request is open, or, until a deadline, whether a connection is."""
+        if self._server_state.active_requests:
+            return True
+        return time.monotonic() < idle_deadline and self._has_connections()
 
     def _has_connections(self) -> bool:
         """Tell whether a client may still send a request, its TLS handshake perhaps not done yet."""

@@ -17,15 +17,15 @@ Origin = Annotated[
 class ServerSettings(Section, reloads=AllBut({"cors_origins", "host", "notice", "port", "runtime_dir"})):
     """Where the router listens."""
 
-    max_header_bytes: ClassVar[int] = 32768  # of a request's path and headers
+    max_header_bytes: ClassVar[int] = 32768  # It bounds a request's path and headers together.
     header_timeout_s: ClassVar[float] = 10.0
     body_timeout_s: ClassVar[float] = 60.0
-    write_timeout_s: ClassVar[float] = 30.0  # for a client to read anything of its answer
+    write_timeout_s: ClassVar[float] = 30.0  # A client must read something of its answer within this time.
     # A stream without a first token for this long gets its head, and a comment at this interval; 0: never. A failure is an
     # error event then, not a status.
     silence_s: ClassVar[float] = 15.0
-    resume_s: ClassVar[float] = 30.0  # that a stream is kept after its end, or after its connection is lost
-    resume_bytes: ClassVar[int] = 1 << 18  # of events, kept of each
+    resume_s: ClassVar[float] = 30.0  # A stream is kept this long after its end, or after its connection is lost.
+    resume_bytes: ClassVar[int] = 1 << 18  # So many bytes of events are kept of each stream.
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8080, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")

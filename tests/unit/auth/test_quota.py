@@ -300,7 +300,7 @@ async def test_giving_back_twice_counts_once(redis_server: RedisServer) -> None:
         assert grant is not None
         assert quotas._shared is not None
         for _ in range(2):
-            await quotas._shared.give_back(grant._taken._replace(requests=0, tokens=30))
+            await quotas._shared.give_back(grant._demand._replace(requests=0, tokens=30))
         assert await held(operator, who) == (0, 1, 70)
 
 
