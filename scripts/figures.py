@@ -734,6 +734,27 @@ def choice_worth(to_results: str) -> str:
     )
 
 
+def new_clients(to_results: str) -> str:
+    """Return how soon new clients of a busy router have their first answers."""
+    result = TextResult.read("new_connections.txt")
+    head = next(number for number, line in enumerate(result.lines) if line.startswith("ms to the first answer"))
+    p99_ms = {}
+    for number in result.rows(head + 1):
+        row = result.match(
+            number,
+            r"(?:theirs|ours  |      ) (\S.*?)  +[\d.]+ / ([\d.]+) / [\d.]+ +[\d.]+ / ([\d.]+) / [\d.]+ +\d+",
+            "times of a proxy's new clients",
+        )
+        p99_ms[row[1]] = (float(row[2]), float(row[3]))
+    ours = p99_ms["QARR /v1/chat/completions"]
+    peer = p99_ms["vllm-router cache_aware"]
+    return (
+        f"While 64 connections keep a core busy, 64 new clients at once have their first answers within {ours[0]:,.0f} ms "
+        f"at p99, and 500 within {ours[1]:,.0f} ms; of vllm-router (cache_aware), which needs less CPU an answer, "
+        f"{peer[0]:,.0f} and {peer[1]:,.0f} ms ([bursts, with the command]({to_results}/new_connections.txt))."
+    )
+
+
 FIGURES: dict[str, Callable[[str], str]] = {
     "big-fleet": big_fleet,
     "choice-worth": choice_worth,
@@ -742,6 +763,7 @@ FIGURES: dict[str, Callable[[str], str]] = {
     "classifier-quality": classifier_quality,
     "engine-checks": engine_checks,
     "gateways": gateways,
+    "new-clients": new_clients,
     "pays": pays,
     "plan-accuracy": plan_accuracy,
     "plans": plans,

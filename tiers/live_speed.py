@@ -62,6 +62,11 @@ def learn(seen: Sequence[AnswerSample], max_num_seqs: int, idle: SpeedModel | No
     if idle is not None:
         begun += [_idle_beginning(idle, prompt_tokens, max_num_seqs) for prompt_tokens in IDLE_PROMPT_TOKENS]
         decoded.append(_idle_decoding(idle))
+    # An engine that answers from a cache of its own may take no time that the clock shows; relative errors need one.
+    begun = [answer for answer in begun if answer.ttft_ms > 0]
+    decoded = [answer for answer in decoded if answer.tpot_ms]
+    if not begun or not decoded:
+        return None
     best, lowest_deviation = _fit(begun, decoded, 0.0)
     for contention in CONTENTIONS:
         model, deviation = _fit(begun, decoded, contention)

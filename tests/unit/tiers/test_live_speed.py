@@ -86,6 +86,15 @@ def test_an_even_load_needs_what_was_measured_idle() -> None:
         assert model.step_ms(sequences) == pytest.approx(TRUE.step_ms(sequences), rel=0.2)
 
 
+def test_answers_that_took_no_time_teach_nothing() -> None:
+    """An engine may answer what it was asked before from a cache of its own, in less time than the clock shows."""
+    instant = [answer._replace(ttft_ms=0.0, tpot_ms=0.0) for answer in answers(40)]
+    assert learn(instant, SEQS) is None
+    model = learn(instant + answers(60), SEQS)
+    assert model is not None
+    assert furthest_off(model) < 1.02
+
+
 def test_few_answers_teach_nothing() -> None:
     """Below a number of answers there is no model."""
     assert learn(answers(ENOUGH - 1), SEQS) is None
