@@ -142,7 +142,7 @@ def extract(
         words=count_words(text),
         tokens=tokens,
         tokens_exact=counter.exact,
-        # If neither is likely, but one of the two is, the likelier one is named.
+        # Code may be likely although neither kind of it is: then the likelier kind is named.
         contains_code=has_code and prediction.contains_code >= min(_EVEN, prediction.asks_for_code),
         asks_for_code=has_code and prediction.asks_for_code >= min(_EVEN, prediction.contains_code),
         language=prediction.language if has_code else None,

@@ -19,7 +19,7 @@ from classifier.features import CHARS_PER_TOKEN, PIECE_CHARS, TokenCounter
 if TYPE_CHECKING:
     from pathlib import Path
 
-MAX_CHARS = 400_000  # The tokens of a longer text, which fits no context, are estimated.
+MAX_CHARS = 400_000  # The tokens of a longer text are estimated.
 _PROBES = (
     "The capital of France is Paris.\n\n  It's 1984, or 3.50 x_1 == 12345?",
     "def f(x):\n\treturn x ** 2  # \u00e9tude \u4f60\u597d\u4e16\u754c \U0001f600\U0001f680",

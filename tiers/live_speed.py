@@ -55,18 +55,16 @@ def learn(seen: Sequence[AnswerSample], max_num_seqs: int, idle: SpeedModel | No
         max_num_seqs: Sequences that it decodes at once. With more, a TTFT includes a wait for a slot.
         idle: The replica's speed measured while nothing else computed.
     """
-    begun = [answer for answer in seen if answer.sequences < max_num_seqs]
-    decoded = [answer for answer in seen if answer.tpot_ms is not None]
+    # An engine that answers from a cache of its own may take no time that the clock shows; relative errors need one.
+    begun = [answer for answer in seen if answer.sequences < max_num_seqs and answer.ttft_ms > 0]
+    decoded = [answer for answer in seen if answer.tpot_ms]
     if len(begun) < ENOUGH or len(decoded) < ENOUGH:
         return None
     if idle is not None:
-        begun += [_idle_beginning(idle, prompt_tokens, max_num_seqs) for prompt_tokens in IDLE_PROMPT_TOKENS]
-        decoded.append(_idle_decoding(idle))
-    # An engine that answers from a cache of its own may take no time that the clock shows; relative errors need one.
-    begun = [answer for answer in begun if answer.ttft_ms > 0]
-    decoded = [answer for answer in decoded if answer.tpot_ms]
-    if not begun or not decoded:
-        return None
+        beginnings = [_idle_beginning(idle, prompt_tokens, max_num_seqs) for prompt_tokens in IDLE_PROMPT_TOKENS]
+        begun += [answer for answer in beginnings if answer.ttft_ms > 0]
+        if idle.step_ms(1) > 0:
+            decoded.append(_idle_decoding(idle))
     best, lowest_deviation = _fit(begun, decoded, 0.0)
     for contention in CONTENTIONS:
         model, deviation = _fit(begun, decoded, contention)

@@ -282,7 +282,7 @@ class CutRouter:
             "waiting": pipeline.admission.waiting,
             "open requests": len(pipeline.registry.open),
             "quota slots": len(quotas._open),
-            "slots in the ledger": sum(len(counts.slots) for counts in quotas._local._keys.values()),
+            "slots in the ledger": sum(len(counts.slots) for counts in quotas._local._counts_by_key.values()),
             "connections": sum(c.state is ConnectionState.ACTIVE for each in transports for c in each._connections),
             "small requests": sum(PASSED_AT_ONCE - places._value for places in upstream._passing.values()),
             "kept streams": len(self._generate.service.streams._streams),

@@ -53,7 +53,7 @@ class AdapterLoader:
 
     def __init__(self, control: AdapterControl) -> None:
         self._control = control
-        self._lock = asyncio.Lock()  # so that no two calls cross
+        self._lock = asyncio.Lock()
 
     async def load(self, adapter: Adapter, tiers: Collection[TierName]) -> list[AdapterResult]:
         """Load an adapter into all engines of several tiers.

@@ -66,18 +66,17 @@ def with_less(launch: EngineLaunch, log: str, kv_bytes_per_token: Callable[[], i
 
 def _on_cpu(launch: EngineLaunch, log: str, kv_bytes_per_token: Callable[[], int]) -> Smaller | None:
     """Halve the KV cache, or fit it to what was free; if it would not hold one request, shorten the context instead."""
+    free = _CPU_FREE.search(log)
+    if free is None and not _EXHAUSTED.search(log):
+        return None
     cache_gib = float(launch.env.get(KV_SPACE, launch.placement.kv_cache_gib))
     smaller_gib = cache_gib / 2
-    free = _CPU_FREE.search(log)
+    why = "it ran out of memory"
     if free is not None:
         free_gib = float(free[1])
         smaller_gib = min(FREE_SHARE * free_gib, smaller_gib)
         why = f"{free_gib:.1f} GiB were free"
-    elif _EXHAUSTED.search(log):
-        why = "it ran out of memory"
-    else:
-        return None
-    smaller_gib = int(smaller_gib * 4) / 4  # vLLM takes quarters of a GiB.
+    smaller_gib = int(smaller_gib * 4) / 4  # The plan places KV caches in quarters of a GiB.
     one_request_gib = launch.tier.max_model_len * kv_bytes_per_token() / GIB
     if smaller_gib < max(one_request_gib, 0.25):
         return _shorter(launch, launch.tier.max_model_len // 2, why)

@@ -1,7 +1,8 @@
 """Run an engine that is started here: start its process, serve, and start it again after each end.
 
-An engine that was ready once is restarted when it exits, hangs or stops answering. One that was never ready, or that the
-canary refuses, waits until an operator restarts it.
+An engine that was ready once is restarted when it exits, hangs or stops answering, unless that happens too often. One that
+did not fit into memory is started with less. Any other that was never ready, or that the canary refuses, waits until an
+operator restarts it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class StatusChanges:
 
     Args:
         fleet: The fleet.
-        on_change: Called when a replica changes its status.
+        on_change: Called when a replica's status, its reason or its adapters change.
     """
 
     def __init__(self, fleet: Fleet, on_change: Callable[[Replica], None]) -> None:

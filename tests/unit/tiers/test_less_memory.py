@@ -64,6 +64,12 @@ def test_what_vllm_finds_free_is_believed() -> None:
     assert smaller.why == "KV cache 2.5 instead of 64 GiB: 5.1 GiB were free"
 
 
+def test_a_variable_that_is_no_number_hides_no_other_cause() -> None:
+    """vLLM takes an empty one for none. An engine that ended for another reason is not started with less."""
+    empty = replace(CPU, env={"VLLM_CPU_KVCACHE_SPACE": ""})
+    assert with_less(empty, "ValueError: unknown architecture", per_token) is None
+
+
 @pytest.mark.parametrize("launch", [CPU, GPU])
 def test_a_kv_cache_too_small_for_one_request_shortens_the_context(launch: EngineLaunch) -> None:
     """To what vLLM says fits, in whole blocks; half of it where it does not say."""

@@ -90,6 +90,7 @@ def test_answers_that_took_no_time_teach_nothing() -> None:
     """An engine may answer what it was asked before from a cache of its own, in less time than the clock shows."""
     instant = [answer._replace(ttft_ms=0.0, tpot_ms=0.0) for answer in answers(40)]
     assert learn(instant, SEQS) is None
+    assert learn(answers(60), SEQS, idle=SpeedModel(0, 0, 0, 0)) is not None
     model = learn(instant + answers(60), SEQS)
     assert model is not None
     assert furthest_off(model) < 1.02
