@@ -209,12 +209,13 @@ def router_cost(to_results: str) -> str:
     run = SideBySide.read(to_results)
     chat, generate = run.full_at(OURS), run.full_at(OURS_GENERATE)
     return (
-        f"One core is full at {chat[0]} whole answers a second, {chat[1]} streams of 64 tokens, or {chat[2]} at 5 ms a "
-        f"token ([side by side]({run.link}); `/generate`: {listed(generate)}). That is {run.ratios(OURS, BASE)} times the "
-        f"CPU time of vllm-router (`/generate`: {run.ratios(OURS_GENERATE, BASE)}) and "
-        f"{run.ratios(OURS, 'smg cache_aware')} times that of smg (`/generate`: "
-        f"{run.ratios(OURS_GENERATE, 'smg cache_aware')}), which neither classify nor predict. LiteLLM takes "
-        f"{run.ratios('LiteLLM', OURS)} times QARR's, Portkey's gateway {run.ratios('Portkey', OURS)} times."
+        f"Each second, one core serves {chat[0]} whole answers, or {chat[1]} streams of 64 tokens that come at once, or "
+        f"{chat[2]} whose tokens come every 5 ms ([side by side]({run.link}); `/generate`: {listed(generate)}). An answer "
+        f"takes {run.ratios(OURS, BASE)} times the CPU time that it takes in vllm-router (`/generate`: "
+        f"{run.ratios(OURS_GENERATE, BASE)}) and {run.ratios(OURS, 'smg cache_aware')} times that in smg (`/generate`: "
+        f"{run.ratios(OURS_GENERATE, 'smg cache_aware')}), which neither classify nor predict. In LiteLLM it takes "
+        f"{run.ratios('LiteLLM', OURS)} times the CPU time that it takes in QARR, in Portkey's gateway "
+        f"{run.ratios('Portkey', OURS)} times."
     )
 
 
@@ -456,8 +457,8 @@ def pays(to_results: str) -> str:
         f"{record['requests']:,} requests or more whose last quarter has 2.5 times the mean load: `{record['command']}`, "
         f"{record['date']} ([every load]({to_results}/plans.txt)). Computed speeds are the plan's roofline; measured ones "
         f"are from [an H200]({to_results}/gpu_speed.jsonl) and this CPU. Losses are published ones "
-        f"([sources]({root}router/policy/published_losses.toml)); a plan may lose 0.3 answers of 100 in the mean of the "
-        "day, on this CPU as many as FP8."
+        f"([sources]({root}router/policy/published_losses.toml)). A plan may expect to lose 0.3 answers of 100 in the mean "
+        "of the day (on this CPU: what FP8 loses); a simulated day may come out a little above it."
     )
     return table(["", "load, mean", "fleet", *README_COLUMNS], rows) + "\n" + paragraph(words)
 
@@ -724,12 +725,14 @@ def choice_worth(to_results: str) -> str:
     default = loaded["QARR"]
     larger = loaded["QARR, loss budget 1 of 100"]
     return (
-        f"On simulated {first['gpu']}s at {float(first['load']):.0%} of the load that fills all three it loses {saved[1]} "
+        f"On three simulated {first['gpu']}s, Llama 3.1 8B at one precision each, at {float(first['load']):.0%} of the load "
+        f"that fills them, it loses {saved[1]} "
         f"({saved[2]} to {saved[3]}) answers of 100 fewer than a random mix with the same shares of tiers, with about the "
         f"same engine time (x{saved[4]}). The time to the first token is {now_ms:,.0f} ms at p95; it would be "
-        f"{before_ms:,.0f} ms if the least engine time decided. At {float(second['load']):.0%}, requests wait for the tiers "
-        f"whose loss is allowed, {default.ttft_p50_ms:,.0f} ms at p50; with `policy.loss_budget = 0.01` it is "
-        f"{larger.ttft_p50_ms:,.0f} ms, and {larger.lost:g} answers of 100 are lost instead of {default.lost:g} "
+        f"{before_ms:,.0f} ms if the least engine time decided. At {float(second['load']):.0%} of it, prompts wait for the "
+        f"tiers on which they lose little enough: {default.ttft_p50_ms:,.0f} ms to the first token at p50. If up to 1 "
+        f"answer in 100 may get worse (`policy.loss_budget = 0.01`) it is {larger.ttft_p50_ms:,.0f} ms, and "
+        f"{larger.lost:g} answers of 100 are lost instead of {default.lost:g} "
         f"(`{result.command}`, [all loads]({to_results}/choices.txt))."
     )
 
