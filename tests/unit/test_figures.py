@@ -52,9 +52,9 @@ def test_figures_are_current(figures: Any, name: str) -> None:
 def test_a_changed_figure_is_put_right(figures: Any) -> None:
     """Whatever stands between the markers is replaced, and nothing else."""
     text = (ROOT / "README.md").read_text("utf-8")
-    cost = re.search(r"One core is full at ([\d,]+)", text)
+    cost = re.search(r"one core serves ([\d,]+)", text)
     assert cost is not None
-    changed = text.replace(cost[0], "One core is full at 9,999")
+    changed = text.replace(cost[0], "one core serves 9,999")
     assert changed != text
     assert figures.render(changed, "benchmarks/results") == text
 
@@ -67,7 +67,7 @@ def test_readme_and_limits_cite_the_same_rows(figures: Any, results: Path) -> No
         rows["QARR /v1/chat/completions"]["cpu_us"] = 400.0
     path.write_text(json.dumps(record))
     readme = " ".join(figures.document("README.md").split())
-    assert "full at 2,500 whole answers a second, 2,500 streams" in readme
+    assert "one core serves 2,500 whole answers, or 2,500 streams" in readme
     limits = figures.document("docs/limits.md")
     rows = [line for line in limits.splitlines() if line.startswith("|") and "chat completions" in line]
     assert [row.split(" | ")[3] for row in rows if "| chat completions |" in row] == ["2,500"] * len(record["rows"])
