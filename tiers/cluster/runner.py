@@ -88,21 +88,34 @@ class RayEngines:
         Raises:
             EngineError: A replica failed before all were ready.
         """
-        options, job, self._known = self._options, self._options.job, {}
+        options = self._options
+        job = options.job
+        self._known = {}
         job_file = self._write_job()
         env = inherited(os.environ, traced=False) | {KEY_VARIABLE: options.api_key}
         argv = [str(options.python), str(PLACEMENT_MAIN), str(job_file)]
-        process = await EngineProcess.start(argv, env, Path(job.log_dir) / LOG_NAME)
+        try:
+            process = await EngineProcess.start(argv, env, Path(job.log_dir) / LOG_NAME)
+            await self._watch(process)
+            return _reason(process)
+        finally:
+            # A placement that was ended while it started may have named engines already.
+            write_json(Path(job.engines_file), engines_by_tier(job.tiers, ()))
+
+    async def _watch(self, process: EngineProcess) -> None:
+        """Tell what a running placement finds until it ends; then, or if this is cancelled, end it and its engines.
+
+        Raises:
+            EngineError: A replica failed before all were ready.
+        """
         ended = asyncio.create_task(process.wait())
         try:
             while not ended.done():
                 await asyncio.wait({ended}, timeout=POLL_S)
                 self._look()
-            return _reason(process)
         finally:
-            await process.stop(job.stop_grace_s + STOP_MARGIN_S)
+            await process.stop(self._options.job.stop_grace_s + STOP_MARGIN_S)
             await ended
-            write_json(Path(job.engines_file), engines_by_tier(job.tiers, ()))
 
     def _write_job(self) -> Path:
         job, folder = self._options.job, self._options.folder

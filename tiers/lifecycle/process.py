@@ -68,7 +68,8 @@ class EngineProcess:
         try:
             first_line = await guard.stdout.readline()
         except BaseException:
-            guard.stdin.close()  # it kills what it has started
+            guard.stdin.close()  # The guard kills what it has started.
+            await guard.wait()
             raise
         if not first_line.rstrip().isdigit():
             guard.stdin.close()
