@@ -76,6 +76,8 @@ class Prefix(Struct, frozen=True):
 
     def tokens(self, blocks: int) -> int:
         """Return the tokens of the first blocks, as if the tokens of a part were spread over its text evenly."""
+        if not blocks:
+            return 0
         byte_count = blocks * BLOCK_BYTES
         part = bisect_left(self.ends, (byte_count, 0.0))
         end, tokens_to_end = self.ends[part]

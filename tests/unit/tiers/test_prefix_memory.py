@@ -77,6 +77,9 @@ def test_tokens_are_those_of_the_parts() -> None:
     assert templated is not None
     assert [plain.tokens(n) for n in range(5)] == [0, 50, 100, 110, 120]
     assert [templated.tokens(n) for n in range(5)] == [0, 55, 110, 125, 140]
+    empty_first = Prefix.of([Part("", 0), Part("s" * BLOCK_BYTES, 50)])
+    assert empty_first is not None
+    assert [empty_first.tokens(n) for n in range(2)] == [0, 50]
 
 
 @given(st.lists(st.tuples(st.text(max_size=300), st.integers(0, 400)), min_size=1, max_size=5), st.integers(0, 50))
