@@ -161,8 +161,9 @@ class SideBySide:
     @property
     def source(self) -> str:
         """Return the command, the commit, the machine, and how it was measured."""
-        command, commit, _, passes, *_ = self.record["head"]
-        return f"`{command.removeprefix('$ ')}` ([all]({self.link})): {commit}. {passes}"
+        command, commit, _, passes, *rest = self.record["head"]
+        estimated = " QARR's prompt tokens were estimated, not counted." if "tokens estimated" in " ".join(rest) else ""
+        return f"`{command.removeprefix('$ ')}` ([all]({self.link})): {commit}. {passes}{estimated}"
 
     def rows(self, load: str) -> dict[str, dict[str, Any]]:
         """Return the rows of a load, by proxy."""
@@ -609,30 +610,6 @@ def classifier_cost(to_results: str) -> str:
     return table(head, rows) + "\n" + paragraph(words)
 
 
-def classifier_left_out(to_results: str) -> str:
-    """Return how good the first look is on prompts that were left out, by what was left out together.
-
-    The file has the output of ``scripts/train_classifier.py --left-out SPLIT`` for each split, each after its command.
-    """
-    result = TextResult.read("classifier_left_out.txt")
-    columns: dict[str, dict[str, str]] = {}
-    number = 0
-    while number < len(result.lines):
-        command = result.match(
-            number, r"\$ (.* --left-out (\w+).*)", "a command with --left-out, '$ python scripts/...'"
-        )
-        rows = columns[command[2]] = {}
-        numbers = result.rows(number + 1)
-        for line in numbers:
-            row = result.match(line, r"(\S.*?)  +(\d\.\d{3} ± \d\.\d{3}|nan ± nan)", "a figure and its deviation")
-            rows[row[1]] = row[2]
-        number = numbers.stop + 1
-    names = list(dict.fromkeys(name for rows in columns.values() for name in rows))
-    cells = [[name, *(rows.get(name, "-") for rows in columns.values())] for name in names]
-    words = f"`{result.command}`, likewise for the others ([as printed]({to_results}/classifier_left_out.txt))."
-    return table(["", *(f"by {split}" for split in columns)], cells) + "\n" + paragraph(words)
-
-
 # Limits.
 
 
@@ -648,7 +625,8 @@ def big_fleet(to_results: str) -> str:
     return (
         f"With {columns[2]} replicas instead of {columns[1]}, one router serves {float(served[3]):,.0f} instead of "
         f"{float(served[2]):,.0f} requests a second, needs {float(memory[3]):.0f} instead of {float(memory[2]):.0f} MB, and "
-        f"while idle takes {float(idle[3]):.2f} of a core instead of {float(idle[2]):.2f} "
+        f"while idle takes {float(idle[3]):.2f} of a core instead of {float(idle[2]):.2f}. Compare these with one another "
+        "alone: the run was another one "
         f"(`{result.command}`, [big fleet]({to_results}/big_fleet.txt))."
     )
 
@@ -762,7 +740,6 @@ FIGURES: dict[str, Callable[[str], str]] = {
     "big-fleet": big_fleet,
     "choice-worth": choice_worth,
     "classifier-cost": classifier_cost,
-    "classifier-left-out": classifier_left_out,
     "classifier-quality": classifier_quality,
     "engine-checks": engine_checks,
     "gateways": gateways,

@@ -95,7 +95,7 @@ class Lease(Struct, eq=False):
         self._note_success()
         if ttft_ms is None or self.sequences > 1:
             return
-        if speed is None or not speed.profiled:
+        if replica.learns:
             self._begin_sample(prompt_tokens, ttft_ms, now)
         if self._unqueued_ms is not None:
             expected_ms = self._unqueued_ms * math.exp(max(trends.ttft.mean, 0.0))
@@ -163,7 +163,7 @@ class Lease(Struct, eq=False):
         replica.state = structs.replace(replica.state, served=state.served + 1, trends=trends)
         if cached_tokens is not None:
             self._correct_cached(cached_tokens)
-        if speed is None or not speed.profiled:
+        if replica.learns:
             self._end_sample(now, tpot_ms, output_tokens)
         if output_tokens and self._max_output_tokens:
             used_share = min(output_tokens / self._max_output_tokens, 1.0)

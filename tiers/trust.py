@@ -10,7 +10,9 @@ import certifi
 
 from tiers.errors import TrustError
 
-FILE, FOLDER = "SSL_CERT_FILE", "SSL_CERT_DIR"  # OpenSSL's variables, which curl and httpx take as well
+# OpenSSL's variables, which curl and httpx take as well.
+FILE = "SSL_CERT_FILE"
+FOLDER = "SSL_CERT_DIR"
 SETTING = "tls.ca"
 # Where systems keep their authorities, for a Python whose OpenSSL looks elsewhere (Go's crypto/x509/root_linux.go).
 SYSTEM_FILES = (
@@ -36,7 +38,8 @@ def client_context(ca: Path | None = None) -> ssl.SSLContext:
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as curl: a file may name an intermediate authority alone
-    file, folder = os.environ.get(FILE), os.environ.get(FOLDER)
+    file = os.environ.get(FILE)
+    folder = os.environ.get(FOLDER)
     if file:
         _load(context, FILE, file)
     if folder:

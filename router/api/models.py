@@ -38,7 +38,7 @@ PARAMETERS = (
     "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "min_p", "presence_penalty", "repetition_penalty",
     "response_format", "seed", "stop", "structured_outputs", "temperature", "top_k", "top_logprobs", "top_p",
 )  # fmt: skip
-NOT_WITH_DRAFT = {"min_p", "logit_bias"}
+UNDRAFTABLE = ("min_p", "logit_bias")  # vLLM 0.32 refuses these parameters with a draft, in its SamplingParams.
 # OpenRouter's best and worst status.
 SERVING = 0
 NOT_SERVING = -10
@@ -142,7 +142,7 @@ class Models:
         spec = tier.spec
         parameters = list(PARAMETERS)
         if spec.draft is not None:
-            parameters = [name for name in PARAMETERS if name not in NOT_WITH_DRAFT]
+            parameters = [name for name in PARAMETERS if name not in UNDRAFTABLE]
         return {
             **behind(tier),
             "name": f"QARR | {spec.name}",

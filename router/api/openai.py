@@ -23,7 +23,7 @@ from router.api.bodies import (
     routing_allowed,
 )
 from router.api.endpoint import Endpoint, Service, engine_body
-from router.api.models import read_document, resolve
+from router.api.models import UNDRAFTABLE, read_document, resolve
 from router.api.openai_events import RelayedEvents
 from router.api.openai_prompt import beside, read_chat, read_completion
 from router.api.paths import CHAT, COMPLETIONS
@@ -62,7 +62,6 @@ HEADERS: dict[bytes, tuple[str, ...]] = {
     b"x-qarr-truncate": ("truncate",),
     b"x-qarr-overflow": ("overflow",),
 }
-UNDRAFTABLE = ("min_p", "logit_bias")  # parameters that vLLM 0.32 refuses with a draft, in its SamplingParams
 
 
 class OpenAIFields(RoutingFields):

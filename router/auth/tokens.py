@@ -283,7 +283,7 @@ async def fetch(url: str, ca: Path | None = None) -> bytes:
     """Return what an issuer publishes; ``IssuerError`` if it does not answer as it should."""
     document = b""
     try:
-        verify = client_context(ca)
+        verify = await asyncio.to_thread(client_context, ca)  # It reads the system's authorities from disk.
         async with (
             httpx.AsyncClient(timeout=FETCH_S, trust_env=False, verify=verify) as client,
             client.stream("GET", url) as answer,

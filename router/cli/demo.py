@@ -37,7 +37,7 @@ from tiers.spec import PRECISIONS, TierName
 
 EXACT = FitError(median=0, p95=0)  # the speeds are computed as the engines compute theirs
 KEPT_VARIABLES = ("QARR_SERVER__HOST", "QARR_SERVER__PORT", "QARR_TELEMETRY__LOG", "QARR_ENGINE__LOG_DIR")
-TRY_NEXT = "Why these precisions, these GPUs and this load:"
+WHY_THIS_PLAN = "Why these precisions, these GPUs and this load:"
 
 
 def demo(
@@ -55,7 +55,7 @@ def demo(
         with simulated_engines(own_url(load_settings(config, {"server": {"port": port}})), rate) as urls:
             tiers = {tier: {"urls": (url,)} for tier, url in urls.items()}
             _keep_speeds(load_settings(config, {"tiers": tiers}))
-            err.print(f"[bold yellow]{notice(rate)}[/]\n{TRY_NEXT} {PLAN}", highlight=False)
+            err.print(f"[bold yellow]{notice(rate)}[/]\n{WHY_THIS_PLAN} {PLAN}", highlight=False)
             if left_out:
                 err.print(f"The demo has its own settings; left out: {', '.join(left_out)}")
             load_again = partial(load_settings, config, {"server": {"port": port}, "tiers": tiers})

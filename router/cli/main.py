@@ -67,7 +67,7 @@ def main() -> None:
 
 def make_app(names: Iterable[str] = SHOWN) -> typer.Typer:
     app = typer.Typer(
-        help="Serve one language model at three precisions and send each prompt to the cheapest one that is good enough.",
+        help="Serve one language model at three precisions; send each prompt to the soonest that is good enough.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,

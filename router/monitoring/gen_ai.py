@@ -29,12 +29,16 @@ DURATION_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24,
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 OUTPUT_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 TOKENS = tuple(float(4**power) for power in range(14))
-SECOND, TOKEN = "s", "{token}"
+SECOND = "s"
+TOKEN = "{token}"  # noqa: S105  a unit
 CALL = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model", "gen_ai.response.model", "qarr.tier")
 ENDED_CALL = (*CALL, "error.type")
-MODALITY, TOKEN_TYPE = "gen_ai.token.modality", "gen_ai.token.type"
-TEXT, UNKNOWN = "text", "unknown"
-OPT_IN, LATEST_ALONE = "OTEL_SEMCONV_STABILITY_OPT_IN", "gen_ai_latest_experimental"
+MODALITY = "gen_ai.token.modality"
+TOKEN_TYPE = "gen_ai.token.type"  # noqa: S105  an attribute
+TEXT = "text"
+UNKNOWN = "unknown"
+OPT_IN = "OTEL_SEMCONV_STABILITY_OPT_IN"
+LATEST_ALONE = "gen_ai_latest_experimental"
 NO_TIER = "none"
 Values: TypeAlias = "tuple[str, ...]"
 
@@ -145,11 +149,14 @@ class GenAiMetrics(Collector):
     def __init__(self, model: str) -> None:
         self._model = model
         self._latest_alone = LATEST_ALONE in os.environ.get(OPT_IN, "").split(",")
-        self._durations, self._first_chunks = _Distribution(DURATION_S), _Distribution(DURATION_S)
-        self._input, self._output = _Distribution(TOKENS), _Distribution(TOKENS)
+        self._durations = _Distribution(DURATION_S)
+        self._first_chunks = _Distribution(DURATION_S)
+        self._input = _Distribution(TOKENS)
+        self._output = _Distribution(TOKENS)
         self._cached: dict[Values, int] = {}
         self._server_durations = _Distribution(DURATION_S)
-        self._first_tokens, self._output_tokens = _Distribution(FIRST_TOKEN_S), _Distribution(OUTPUT_TOKEN_S)
+        self._first_tokens = _Distribution(FIRST_TOKEN_S)
+        self._output_tokens = _Distribution(OUTPUT_TOKEN_S)
 
     def observe(self, record: RequestRecord) -> None:
         hops = record.journey.hops if record.journey is not None else []
@@ -159,16 +166,19 @@ class GenAiMetrics(Collector):
         self._request(record, hops)
 
     def _attempt(self, hop: Hop, ended: float) -> None:
-        result, values = hop.result, _call_of(hop)
+        result = hop.result
+        values = _call_of(hop)
         self._durations.add((*values, result.get("error.type") or ""), ended - hop.began)
         if hop.streamed and hop.first_token_at is not None:
             self._first_chunks.add(values, hop.first_token_at - hop.began)
-        prompt, answer = result.get("gen_ai.usage.input_tokens"), result.get("gen_ai.usage.output_tokens")
-        if prompt is not None:
-            self._input.add(values, prompt)
-        if answer is not None:
-            self._output.add(values, answer)
-        if cached := result.get("gen_ai.usage.cache_read.input_tokens"):
+        input_tokens = result.get("gen_ai.usage.input_tokens")
+        output_tokens = result.get("gen_ai.usage.output_tokens")
+        cached = result.get("gen_ai.usage.cache_read.input_tokens")
+        if input_tokens is not None:
+            self._input.add(values, input_tokens)
+        if output_tokens is not None:
+            self._output.add(values, output_tokens)
+        if cached:
             self._cached[values] = self._cached.get(values, 0) + cached
 
     def _request(self, record: RequestRecord, hops: list[Hop]) -> None:

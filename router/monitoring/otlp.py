@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import Metric, MetricExporter, MetricsData
 
 log = logging.getLogger(f"qarr.{__name__}")
-ENDPOINT, EXPORTER, INTERVAL = (
-    "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_METRICS_EXPORTER", "OTEL_METRIC_EXPORT_INTERVAL",
-)  # fmt: skip
+ENDPOINT = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
+EXPORTER = "OTEL_METRICS_EXPORTER"
+INTERVAL = "OTEL_METRIC_EXPORT_INTERVAL"
 DEFAULT_INTERVAL_MS = 60_000.0
-LAST_EXPORT_S = 5.0  # longest time for the last figures at the end
-SCHEMA = "https://opentelemetry.io/schemas/1.45.0"  # that semantic-conventions-genai v0.1.0 depends on
+LAST_EXPORT_S = 5.0  # The end of the router waits no longer for the last figures.
+SCHEMA = "https://opentelemetry.io/schemas/1.45.0"  # semantic-conventions-genai v0.1.0 depends on it.
 _BY_FAMILY = {instrument.family: instrument for instrument in INSTRUMENTS}
 _ATTRIBUTES = {label_of(name): name for instrument in INSTRUMENTS for name in instrument.attributes}
 
@@ -39,7 +39,10 @@ class OtlpMetrics:
     def __init__(
         self, exporter: MetricExporter, version: str, interval_s: float, collect: Callable[[], Iterable[Family]]
     ) -> None:
-        self._exporter, self._version, self._interval_s, self._collect = exporter, version, interval_s, collect
+        self._exporter = exporter
+        self._version = version
+        self._interval_s = interval_s
+        self._collect = collect
         self._resource = resource_of(version)
         self._started_ns = time.time_ns()
 
@@ -55,7 +58,8 @@ class OtlpMetrics:
                 await self._send()
         except TimeoutError:
             log.warning("the last metrics are not sent: the collector does not answer")
-        self._exporter.shutdown(timeout_millis=0)
+        finally:
+            self._exporter.shutdown(timeout_millis=0)
 
     async def _send(self) -> None:
         # What is collected belongs to the event loop; sending may wait for the collector.
@@ -85,7 +89,11 @@ def to_metrics(families: Iterable[Family], started_ns: int, now_ns: int) -> Iter
     cumulative = AggregationTemporality.CUMULATIVE
     for family in families:
         instrument = _BY_FAMILY.get(family.name)
-        name, unit = (instrument.name, instrument.unit) if instrument is not None else (family.name, "")
+        name = family.name
+        unit = ""
+        if instrument is not None:
+            name = instrument.name
+            unit = instrument.unit
         if family.type == "histogram":
             points = _histogram_points(family, started_ns, now_ns)
             yield Metric(name, family.documentation, unit, Histogram(points, cumulative))

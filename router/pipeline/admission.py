@@ -98,11 +98,11 @@ class Admission:
                 return slot
         queued = self._queued(decision, key_id, priority)
         self._queue.add(queued)
-        self._dispatch()  # in the queue's order: requests that wait already come first
-        if queued.turn.done():
-            return queued.turn.result()
-        queued.has_waited = True
         try:
+            self._dispatch()  # in the queue's order: requests that wait already come first
+            if queued.turn.done():
+                return queued.turn.result()
+            queued.has_waited = True
             self._check(queued)
             return await self._wait(queued)
         finally:

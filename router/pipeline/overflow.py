@@ -43,7 +43,10 @@ class Overflow:
     telemetry: Telemetry
 
     def takes(self, decision: Decision, call: Call) -> bool:
-        """Tell whether a refused request may go to the overflow. No lease looks at precisions here."""
+        """Tell whether a refused request may go to the overflow.
+
+        The overflow has no lease that would check the precisions, so they are checked here.
+        """
         options = call.options
         caller = call.context.caller
         return (

@@ -206,16 +206,18 @@ class Pipeline:
         self, active: ActiveRequest, answer: EngineAnswer, asked: EngineRequest, error: BaseException | None
     ) -> None:
         """Count what an answer has used, show it to the observer if it is complete, and close it."""
-        is_from_fleet = answer.overflow is None
-        if is_from_fleet and active.context.caller.key_id:
-            active.usage = usage_of(active.decision, answer)
-        prompt_tokens = active.decision.query.tokens_to_read
-        if answer.usage:
-            prompt_tokens = answer.usage["prompt_tokens"]
-        active.used = prompt_tokens + answer.output_tokens
-        if is_from_fleet and answer.complete and self.answer_observer is not None:
-            self.answer_observer(active.decision, answer.tier, asked.chat)
-        await answer.aclose(error or answer.error)
+        try:
+            is_from_fleet = answer.overflow is None
+            if is_from_fleet and active.context.caller.key_id:
+                active.usage = usage_of(active.decision, answer)
+            prompt_tokens = active.decision.query.tokens_to_read
+            if answer.usage:
+                prompt_tokens = answer.usage["prompt_tokens"]
+            active.used = prompt_tokens + answer.output_tokens
+            if is_from_fleet and answer.complete and self.answer_observer is not None:
+                self.answer_observer(active.decision, answer.tier, asked.chat)
+        finally:
+            await answer.aclose(error or answer.error)
 
     def _conclude(self, active: ActiveRequest, error: BaseException | None) -> None:
         """Log how a request ended at the overflow, and find what it costs of its budget: never more than was reserved."""
@@ -227,9 +229,9 @@ class Pipeline:
 
     async def _give_back(self, active: ActiveRequest) -> None:
         """Give back slot, quota and budget, each exactly once; of quota and budget, what was not used."""
-        if active.slot is not None:
-            self.admission.leave(active.context.caller.key_id, active.slot)
         try:
+            if active.slot is not None:
+                self.admission.leave(active.context.caller.key_id, active.slot)
             if active.quota is not None:
                 await active.quota.settle(active.used)
         finally:  # the budget goes back even if this task is cancelled while the quota does

@@ -47,7 +47,7 @@ MAX_HEADERS = 100
 # An answer of which its client leaves more bytes than this unread counts towards the next bound.
 LARGE_UNREAD_BYTES = 1 << 18
 # Most bytes of all such answers together; beyond it, the client that has left its answer unread for longest is cut.
-UNTAKEN_BYTES = 1 << 26
+MAX_UNREAD_BYTES = 1 << 26
 # A client that has left answers the probe with a reset within this time; meanwhile nothing else is sent to it.
 FIRST_RESET_CHECK_S = 0.05
 RESET_POLL_S = 0.2
@@ -440,7 +440,7 @@ class LimitedHttpProtocol(UvicornConnection):
     def _bound_unread_together(self) -> None:
         connections = self.unread_connections
         unread_bytes = {connection: connection.transport.get_write_buffer_size() for connection in connections}
-        while len(connections) > 1 and sum(unread_bytes[connection] for connection in connections) > UNTAKEN_BYTES:
+        while len(connections) > 1 and sum(unread_bytes[connection] for connection in connections) > MAX_UNREAD_BYTES:
             longest_unread = next(iter(connections))
             longest_unread.cut("while others left theirs as well")
 

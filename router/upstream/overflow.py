@@ -291,12 +291,14 @@ class OverflowClient:
         self, request: EngineRequest, content: bytes, *, sequences: int, sent_at: float
     ) -> EngineAnswer:
         """Send a request; if its limit's name is refused, send it again with the other name, and keep that if it works."""
-        other_name = OLDER_LIMIT if self._limit_name == LIMIT else LIMIT
+        options = self._options
+        sent_name = self._limit_name  # Another request, or other settings, may change it meanwhile.
+        other_name = OLDER_LIMIT if sent_name == LIMIT else LIMIT
         try:
             return await self._begin(request, content, sequences=sequences, sent_at=sent_at)
         except RefusedThereError as refused:
-            other_content = body_for(request, self._options.model, other_name)
-            if other_content is None or other_content == content or self._limit_name.encode() not in refused.body:
+            other_content = body_for(request, options.model, other_name)
+            if other_content is None or other_content == content or sent_name.encode() not in refused.body:
                 raise
             first_refusal = without_trace(refused)
         try:
@@ -305,7 +307,8 @@ class OverflowClient:
             raise first_refusal from None  # something else than the limit's name is wrong
         finally:
             del first_refusal  # break the reference cycle between the exception and this frame
-        self._limit_name = other_name
+        if self._options is options:
+            self._limit_name = other_name
         return answer
 
     async def _begin(self, request: EngineRequest, content: bytes, *, sequences: int, sent_at: float) -> EngineAnswer:

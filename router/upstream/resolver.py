@@ -50,11 +50,13 @@ class Resolver:
             name.lookup = asyncio.create_task(self._look_up(host, port, name), name=f"resolving {host}")
         if name.is_stale and name.addresses:
             return name.addresses
+        lookup = name.lookup  # By the time that this goes on, another connection may have begun the next one.
         limit_s = LOOKUP_S if name.addresses else None
-        await asyncio.wait({name.lookup}, timeout=limit_s)
+        await asyncio.wait({lookup}, timeout=limit_s)
         if not name.addresses:
             raise name.fault or socket.gaierror(socket.EAI_NONAME, "it has no address")
-        if name.fault is not None or name.lookup is not None:
+        has_failed = name.fault is not None or not lookup.done()
+        if has_failed and not name.is_stale:
             name.is_stale = True
             why = f"no answer within {LOOKUP_S:g} s" if name.fault is None else name.fault.strerror
             log.warning("%s does not resolve (%s): its last addresses stay in use", host, why)

@@ -61,6 +61,7 @@ class Behaviour:
         delay_s: Before the first piece, and between pieces.
         first_delay_s: Before the first piece, more than that.
         status: HTTP status of generations.
+        scores: Whether it scores tokens, rather than answering with 500.
         error: Body of a generation that is not 200.
         break_after: Close the connection after that many pieces, without an end.
         break_at: Close the connection after that many events, of whatever kind, without an end.
@@ -108,6 +109,7 @@ class Behaviour:
     delay_s: float = 0.0
     first_delay_s: float = 0.0
     status: int = 200
+    scores: bool = True
     error: str = "broken"
     break_after: int | None = None
     break_at: int | None = None
@@ -356,9 +358,10 @@ class FakeEngine(Surface):
             b.headers.append(dict(request.headers))
         if body.get("priority") and not b.priorities:
             return JSONResponse({"error": {"message": "priority scheduling is not enabled", "code": 400}}, 400)
-        if b.status != 200:
-            error = {"message": b.error, "type": "BadRequestError", "param": None, "code": b.status}
-            return JSONResponse({"error": error}, b.status)
+        status = b.status if b.scores or body.get("prompt_logprobs") is None else 500
+        if status != 200:
+            error = {"message": b.error, "type": "BadRequestError", "param": None, "code": status}
+            return JSONResponse({"error": error}, status)
         chat, script = request.url.path.endswith("/chat/completions"), SCRIPTS.get(request.url.path)
         if b.nonsense:
             return Response(b.nonsense, 200, media_type="text/event-stream" if streamed else "application/json")

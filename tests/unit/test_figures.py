@@ -131,20 +131,6 @@ def test_a_result_that_is_missing_is_told(figures: Any, results: Path) -> None:
         figures.FIGURES["big-fleet"]("results")
 
 
-def test_left_out_parts_become_columns(figures: Any, results: Path) -> None:
-    """One for each command in the file, and a figure that a split does not have is a dash."""
-    command = "$ python scripts/train_classifier.py --data classifier/data --data MORE --left-out"
-    (results / "classifier_left_out.txt").write_text(
-        f"{command} batch\nF1 has code                           0.878 ± 0.026\n"
-        "F1 of classes, mean                   0.748 ± 0.016\n\n"
-        f"{command} language\nF1 has code                           0.785 ± 0.027\n"
-    )
-    text = figures.FIGURES["classifier-left-out"]("results")
-    assert "|  | by batch | by language |" in text
-    assert "| F1 has code | 0.878 ± 0.026 | 0.785 ± 0.027 |" in text
-    assert "| F1 of classes, mean | 0.748 ± 0.016 | - |" in text
-
-
 def test_readme_shows_every_load_of_every_setting(figures: Any) -> None:
     """Also those at which one precision is best, and those that no fleet carries."""
     settings = json.loads((ROOT / "benchmarks/results/plans.json").read_text("utf-8"))["settings"]

@@ -397,7 +397,8 @@ def fp8_kernel() -> type:
             weight, scale, *_ = self._get_layer_params(layer)
             self.product = bf16_product(weight.data.t().to(torch.bfloat16))
             self.weight_scale = scale.data.float().flatten()
-            layer.weight = torch.nn.Parameter(weight.data[:0], requires_grad=False)  # its memory is free
+            # An empty copy: an empty view would keep all of the weight's memory.
+            layer.weight = torch.nn.Parameter(weight.data[:0].clone(), requires_grad=False)
 
         def apply_weights(
             self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None

@@ -112,9 +112,12 @@ def end_of(log: Path, where: str = "", status: int | None = None) -> str:
 
     An engine that a signal has ended (``status``) did not end by an error of its own.
     """
-    found = [*filter(None, map(CAUSE.search, _last_lines(log, LOG_LINES).splitlines()))]
-    cause = f": {found[-1][1]}" if found and 0 <= (status or 0) <= SIGNALLED else ""
-    return f"{cause}. Last lines of {log}{where}:\n{_last_lines(log, LAST_LINES)}"
+    lines = _last_lines(log, LOG_LINES).splitlines()
+    causes = [match[1] for match in map(CAUSE.search, lines) if match is not None]
+    was_ended_by_signal = status is not None and not 0 <= status <= SIGNALLED
+    cause = f": {causes[-1]}" if causes and not was_ended_by_signal else ""
+    last_lines = "\n".join(lines[-LAST_LINES:])
+    return f"{cause}. Last lines of {log}{where}:\n{last_lines}"
 
 
 def selected_kernels(log: Path) -> tuple[str, ...]:

@@ -34,7 +34,8 @@ async def watch_processors(engines: Callable[[], Sequence[Engine]], changes: Sta
             if engine.launch is None:
                 continue
             engine.note_throttled(_slowdown_of(engine.launch.placement.gpus, slow_gpus, slow_cpu), now)
-            if engine.replica.state.status is ReplicaStatus.READY:
+            # A symptom is told until it goes; its watcher then tells this again.
+            if engine.replica.state.status is ReplicaStatus.READY and engine.symptom is None:
                 changes.mark(engine, ReplicaStatus.READY, engine.remark)
 
 

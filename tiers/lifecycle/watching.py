@@ -96,7 +96,7 @@ class Watcher:
 
     def _note_answers_again(self, engine: Engine) -> None:
         if engine.symptom is Symptom.MISSED_HEALTH_CHECKS:
-            self._changes.mark(engine, engine.replica.state.status, None)
+            self._changes.mark(engine, engine.replica.state.status, engine.remark)
 
     async def _examine(
         self,
@@ -139,7 +139,7 @@ class Watcher:
             detail = f"requests are open, and no token has come for {limit_s / 4:g} s"
             self._changes.mark(engine, ReplicaStatus.READY, detail, symptom=Symptom.SILENT)
         elif not is_silent and engine.symptom is Symptom.SILENT:
-            self._changes.mark(engine, ReplicaStatus.READY, None)
+            self._changes.mark(engine, ReplicaStatus.READY, engine.remark)
 
     def _check_speed(self, engine: Engine, counters: Counters, now: float) -> None:
         """Find out whether an engine has become too slow: one that was started here is to be recycled.

@@ -101,7 +101,7 @@ async def test_a_finished_answer_that_is_not_read_is_cut(tmp_path: Path) -> None
 
 
 async def test_answers_that_nobody_takes_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.server.http_protocol.UNTAKEN_BYTES", 50_000_000)  # the kernel takes some of each
+    monkeypatch.setattr("router.server.http_protocol.MAX_UNREAD_BYTES", 50_000_000)  # the kernel takes some of each
     async with router_stack(tmp_path) as stack, AsyncExitStack() as clients:
         stack.engines[TierName.FAST].answer = (PIECE,) * 240
         body, port = {"prompt": "hi", "tier": "fast", "max_tokens": 240, "stream": False}, port_of(stack)

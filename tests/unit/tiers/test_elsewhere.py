@@ -225,13 +225,23 @@ async def test_a_drained_engine_is_compared_too_and_stays_drained(tmp_path: Path
 async def test_an_engine_that_gives_no_log_probabilities_serves_without_being_compared(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As older releases of vLLM; the log says so. One that fails in another way is not ready."""
+    """As older releases of vLLM; the log says so."""
     caplog.set_level(logging.WARNING, "qarr.tiers")
     canary = canary_of(tmp_path)
     async with elsewhere(tmp_path, Behaviour(tells_ids=False), canary=canary) as watched:
         assert watched.fleet.replicas[0].state.status is ReplicaStatus.READY
         assert "fast-0 serves without a check of what it computes" in caplog.text
         assert read_canary(canary.path).records == ()
+
+
+async def test_an_engine_that_fails_while_it_is_compared_is_not_served(tmp_path: Path) -> None:
+    """What it computes is not known; once it answers, it is compared and ready."""
+    behaviour = Behaviour(scores=False)
+    async with elsewhere(tmp_path, behaviour, canary=canary_of(tmp_path), ready=0) as watched:
+        (replica,) = watched.fleet.replicas
+        await until(lambda: replica.state.status is ReplicaStatus.FAILED)
+        behaviour.scores = True
+        await until(lambda: replica.state.status is ReplicaStatus.READY)
 
 
 async def test_an_engine_elsewhere_that_hangs_is_quarantined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

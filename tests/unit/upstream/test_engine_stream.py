@@ -222,8 +222,9 @@ async def test_a_span_tells_how_an_answer_went() -> None:
     (first_token,) = span.events
     assert first_token.timestamp is not None
     assert span.start_time is not None
-    seen_s = (first_token.timestamp - span.start_time) / 1e9
-    assert found["gen_ai.response.time_to_first_chunk"] == pytest.approx(seen_s, abs=0.05)
+    assert span.end_time is not None
+    assert span.start_time <= first_token.timestamp <= span.end_time
+    assert 0 < found["gen_ai.response.time_to_first_chunk"] <= (span.end_time - span.start_time) / 1e9
     assert found["qarr.tpot_ms"] == answer.tpot_ms
     assert [event.name for event in span.events] == ["qarr.first_token"]
 

@@ -121,6 +121,29 @@ async def test_a_name_server_that_hangs_is_not_waited_for(monkeypatch: pytest.Mo
         names.answers.set()
 
 
+async def test_a_lookup_that_ended_is_not_taken_for_one_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    """Another connection may begin the next lookup before the one that waited goes on."""
+    connections: list[asyncio.Task[Any]] = []
+    lookups = 0
+
+    def connect() -> None:
+        connections.append(asyncio.create_task(resolver.addresses("engine.test", 1)))
+
+    async def lookup(_host: str, port: int) -> list[AddressInfo]:
+        nonlocal lookups
+        lookups += 1
+        if lookups == 2:
+            asyncio.get_running_loop().call_soon(connect)
+        return [address_info("127.0.0.1", port)]
+
+    resolver = Resolver(lookup)
+    await resolver.addresses("engine.test", 1)
+    await resolver.addresses("engine.test", 1)
+    await asyncio.gather(*connections)
+    assert lookups == 3
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("fault", [AWAY, UNKNOWN, NO_ADDRESS])
 async def test_a_name_that_was_never_resolved_is_an_error(fault: Exception) -> None:
     """There is nothing to stay with."""
